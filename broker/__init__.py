@@ -1,0 +1,1 @@
+"""The broker process, its workers and its loader. Applications import `clientlib`, never this package."""

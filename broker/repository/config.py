@@ -1,0 +1,109 @@
+"""A model's final configuration, as plain data that crosses process boundaries (loader → broker → worker).
+
+Field names are those of Triton's `config.pbtxt` (inference.ModelConfig). What only the loader can know (the model
+file's own symbols, the zero-copy verdict per input) is added beside them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class TensorConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """An input or output. `dims` excludes the batch dimension when `max_batch_size` > 0; -1 is variable.
+
+    `symbols` has one entry per entry of `dims`: "" for a fixed size, the model file's own name for a variable one, or
+    "?NAME:AXIS" where the file gives none (or one that no input carries): unknown until the model has run.
+    `zero_copy`: the runtime may read a client's memory directly (inputs only; `zero_copy_reason` says why or why not).
+    `file_rank` is the rank in the model file, batch dimension included (-1 unknown).
+    """
+
+    name: str
+    datatype: str  # KServe name: "FP32", "BYTES", …
+    dims: tuple[int, ...]
+    symbols: tuple[str, ...] = ()
+    reshape: tuple[int, ...] | None = None
+    optional: bool = False
+    is_shape_tensor: bool = False
+    allow_ragged_batch: bool = False
+    label_filename: str = ""
+    zero_copy: bool = False
+    zero_copy_reason: str = ""
+
+
+class QueuePolicy(msgspec.Struct, frozen=True, kw_only=True):
+    timeout_action: str = "REJECT"
+    default_timeout_microseconds: int = 0
+    allow_timeout_override: bool = False
+    max_queue_size: int = 0
+
+
+class DynamicBatching(msgspec.Struct, frozen=True, kw_only=True):
+    preferred_batch_size: tuple[int, ...] = ()
+    max_queue_delay_microseconds: int = 0
+    preserve_ordering: bool = False
+    priority_levels: int = 0
+    default_priority_level: int = 0
+    default_queue_policy: QueuePolicy = QueuePolicy()
+    priority_queue_policy: dict[int, QueuePolicy] = {}
+
+
+class InstanceGroup(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    kind: str = "KIND_CPU"
+    count: int = 1
+    gpus: tuple[int, ...] = ()
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One model, completed and validated.
+
+    `versions`: version number → absolute path of its directory, after the version policy, ascending.
+    `json`: the whole configuration in Triton's JSON form, for `GET /v2/models/M/config`.
+    `notes`: what the loader changed or ignored, each reported once at load.
+    """
+
+    name: str
+    platform: str
+    backend: str
+    directory: str
+    versions: dict[int, str]
+    default_model_filename: str
+    max_batch_size: int
+    input: tuple[TensorConfig, ...]
+    output: tuple[TensorConfig, ...]
+    instance_group: tuple[InstanceGroup, ...]
+    dynamic_batching: DynamicBatching | None = None
+    decoupled: bool = False
+    stateful: bool = False
+    parameters: dict[str, str] = {}
+    json: str = "{}"
+    notes: tuple[str, ...] = ()
+
+    @property
+    def worker_group(self) -> str:
+        """The worker process kind that serves this model (design: one per device and group)."""
+        shared = self.backend in ("onnxruntime", "identity", "square", "repeat")
+        return self.parameters.get("worker_group") or ("default" if shared else self.backend)
+
+    @property
+    def retryable(self) -> bool:
+        """May a request that was running when its worker died be run once more?"""
+        if self.stateful or self.decoupled:
+            return False
+        return self.backend != "python" or self.parameters.get("retry", "").lower() in ("true", "1", "yes")
+
+    @property
+    def hang_timeout_s(self) -> float:
+        """0.0 means: the default, derived from measured runs."""
+        try:
+            return max(0.0, float(self.parameters.get("hang_timeout_s", "0")))
+        except ValueError:
+            return 0.0
+
+
+class LoadFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that could not be configured: `reason` is for the start-up table and the index."""
+
+    name: str
+    reason: str

@@ -1,0 +1,1 @@
+"""A worker process: schedules and runs models directly on clients' memory. Expendable; started by the broker."""

@@ -1,0 +1,173 @@
+"""Link messages between the broker and one worker, over a SEQPACKET socketpair made by the broker.
+
+Requests carry an `id` (> 0) and are answered by `Acknowledged` or `Refused` with the same id, in any order.
+The broker is trusted: the worker checks nothing here that the broker has checked.
+
+Broker → worker:                         descriptors
+    Start                                statistics memfd
+    LoadInstances, UnloadModel           –
+    AddRegion                            the region's descriptor
+    RetireRegion, BindPlan, DropPlan     –
+    AttachChannel                        channel memfd, ledger memfd, eventfd, write end of the client's pipe
+    DetachChannel, Drain                 –
+Worker → broker, unasked (id 0): Ready (once), ChannelBroken.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from broker.repository.config import ModelConfig
+from shm.messages import TensorSpec
+
+
+class LinkMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    id: int = 0
+
+
+class Start(LinkMessage, frozen=True, kw_only=True, tag=True):
+    """First message. `block` is the worker's own block in the statistics page."""
+
+    worker: str
+    broker_pid: int
+    block: int
+
+
+class LoadInstances(LinkMessage, frozen=True, kw_only=True, tag=True):
+    """Load one version of a model: all its instances. `blocks`: one statistics block per instance.
+
+    Answered when every instance is loaded and warmed. A version already loaded is replaced when the new one is
+    ready; plans re-bind to it. `generation` distinguishes loads of the same version.
+    """
+
+    config: ModelConfig
+    version: int
+    generation: int
+    blocks: tuple[int, ...]
+
+
+class UnloadModel(LinkMessage, frozen=True, kw_only=True, tag=True):
+    model: str
+    version: int
+
+
+class AddRegion(LinkMessage, frozen=True, kw_only=True, tag=True):
+    """Map [offset, offset + byte_size) of the attached file. `kind` is "pool" or "system".
+
+    (device, inode) identify the memory across sessions, for the overlap check.
+    """
+
+    region: int
+    generation: int
+    name: str
+    kind: str
+    byte_size: int
+    offset: int
+    file_size: int
+    device: int
+    inode: int
+    writable: bool
+
+
+class RetireRegion(LinkMessage, frozen=True, kw_only=True, tag=True):
+    """New requests on this generation end NOT_FOUND; acknowledged at once; unmapped when its last lease ends."""
+
+    region: int
+    generation: int
+
+
+class PlanTensor(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked tensor of a plan, with the region resolved to what the worker mapped."""
+
+    spec: TensorSpec
+    region: int
+    generation: int
+
+
+class BindPlan(LinkMessage, frozen=True, kw_only=True, tag=True):
+    """`refused_until_ns` (CLOCK_MONOTONIC): requests end UNAVAILABLE until then, because this session's requests
+    for this model killed workers (design promise 3)."""
+
+    session: int
+    index: int
+    generation: int
+    model: str
+    version: int
+    inputs: tuple[PlanTensor, ...]
+    outputs: tuple[PlanTensor, ...]
+    input_positions: int
+    output_positions: int
+    rows: int
+    follow_latest: bool = True
+    refused_until_ns: int = 0
+    retryable: bool = True
+
+
+class DropPlan(LinkMessage, frozen=True, kw_only=True, tag=True):
+    session: int
+    index: int
+    generation: int
+
+
+class AttachChannel(LinkMessage, frozen=True, kw_only=True, tag=True):
+    """`recover`: the channel had a previous worker, whose pidfd is readable by now."""
+
+    channel: int
+    session: int
+    slots: int
+    recover: bool
+
+
+class DetachChannel(LinkMessage, frozen=True, kw_only=True, tag=True):
+    """The session ended: queued requests are dropped, running ones finish and are discarded. Answered when idle."""
+
+    channel: int
+
+
+class Drain(LinkMessage, frozen=True, kw_only=True, tag=True):
+    """Take no new work, finish what was accepted (queued requests included), answer, exit with status 0."""
+
+
+class Ready(LinkMessage, frozen=True, kw_only=True, tag=True):
+    """The worker is up and reads its link. Sent once, before anything is loaded."""
+
+    pid: int
+
+
+class Acknowledged(LinkMessage, frozen=True, kw_only=True, tag=True):
+    detail: str = ""
+
+
+class Refused(LinkMessage, frozen=True, kw_only=True, tag=True):
+    code: str
+    message: str
+
+
+class ChannelBroken(LinkMessage, frozen=True, kw_only=True, tag=True):
+    """The client of this channel broke a rule of the channel: the broker hangs up its session."""
+
+    channel: int
+    reason: str
+
+
+ToWorker = (
+    Start | LoadInstances | UnloadModel | AddRegion | RetireRegion | BindPlan | DropPlan | AttachChannel
+    | DetachChannel | Drain
+)
+ToBroker = Ready | Acknowledged | Refused | ChannelBroken
+
+_encoder = msgspec.msgpack.Encoder()
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_to_broker: msgspec.msgpack.Decoder[ToBroker] = msgspec.msgpack.Decoder(ToBroker)
+
+
+def encode(message: LinkMessage) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_worker(data: bytes) -> ToWorker:
+    return _to_worker.decode(data)
+
+
+def decode_to_broker(data: bytes) -> ToBroker:
+    return _to_broker.decode(data)

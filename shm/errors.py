@@ -1,0 +1,79 @@
+"""The one error type that users see, and the codes that travel in completions.
+
+    Exception
+     └── InferError            .code (one of Triton's eight names), .message
+          ├── ConnectionLost   the broker went away; the client reconnects by itself on the next call
+          ├── ForkedError      a client object was used in a forked child: connect again there
+          └── ProtocolError    the peer sent something that is not in the protocol; the connection is closed
+
+A `TimeoutError` (built in) is raised only by `Pending.result(timeout=…)`, where the request itself goes on.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import final
+
+
+@final
+class Code(enum.IntEnum):
+    """Status of a completion. 0 is success; the rest is TRITONSERVER_Error_Code + 1 (tritonserver.h)."""
+
+    OK = 0
+    UNKNOWN = 1
+    INTERNAL = 2
+    NOT_FOUND = 3
+    INVALID_ARG = 4
+    UNAVAILABLE = 5
+    UNSUPPORTED = 6
+    ALREADY_EXISTS = 7
+    CANCELLED = 8
+
+
+class InferError(Exception):
+    """A request, or a control call, that ended without a result.
+
+    `code` is one of Triton's names (`"INVALID_ARG"`, `"NOT_FOUND"`, …); `message` says what was expected,
+    what came, and which setting fixes it.
+    """
+
+    def __init__(self, code: Code | str, message: str) -> None:
+        super().__init__(message)
+        self.code: str = code.name if isinstance(code, Code) else code
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"[{self.code}] {self.message}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.code, self.message))
+
+
+class ConnectionLost(InferError):
+    """The session to the broker ended while this call was waiting for it."""
+
+    def __init__(self, message: str, code: Code | str = Code.UNAVAILABLE) -> None:
+        super().__init__(code, message)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.message, self.code))
+
+
+class ForkedError(InferError):
+    """A client made before `os.fork()` was used in the child."""
+
+    def __init__(self) -> None:
+        super().__init__(Code.UNAVAILABLE, "this client was made in another process: connect again after fork")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), ())
+
+
+class ProtocolError(InferError):
+    """A datagram that does not follow the protocol. The connection it came from is closed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Code.INVALID_ARG, message)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.message,))

@@ -1,0 +1,338 @@
+"""Session messages between a client process and the broker: msgpack maps, one per SEQPACKET datagram.
+
+Every request carries an `id`; exactly one reply carries the same `id`: the type named after the arrow, or `Failure`.
+Unknown fields, wrong types and missing fields are refused (`decode_request` raises `ProtocolError`). Descriptors
+travel with SCM_RIGHTS beside the datagram that is described as having them; any others are closed unread.
+
+Client → broker (reply):
+    Hello → Welcome          first message of a session; `Starting` notices may precede the reply
+    GetModels → Models       GetModel → Models (one entry)
+    RegisterPool + 1 fd → RegionInfo
+    RegisterSystem → RegionInfo + 1 fd (the same open file the broker checked)
+    ShareRegion → Token      OpenRegion → RegionInfo + 1 fd
+    Unregister → Done        ListRegions → Regions
+    Prepare → Prepared       Release → Done
+    OpenChannel → ChannelInfo + 3 fds (channel memfd, eventfd to ring the worker, read end of the worker's pipe)
+    CloseChannel → Done
+    GetStatistics → Statistics   GetStatus → Status
+    LoadModel, UnloadModel → Done
+Broker → client, unasked (id 0): Starting, Goodbye.
+A reply larger than 64 KiB is sent as `Large` + 1 fd: a memfd that holds the encoded reply.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from shm.errors import ProtocolError
+
+PROTOCOL = 1
+MAX_DATAGRAM = 65536  # bytes; larger replies travel in a memfd
+MAX_POSITIONS = 65534  # input/output positions are u16 and 0xFFFF is reserved
+
+Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Dim = Annotated[int, msgspec.Meta(ge=-1, le=2**63 - 1)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+Positions = Annotated[int, msgspec.Meta(ge=1, le=MAX_POSITIONS)]
+Shape = Annotated[tuple[Dim, ...], msgspec.Meta(max_length=64)]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
+    """Anything with an `id` that pairs a reply with its request."""
+
+    id: Id = 0
+
+
+# --- values inside messages ---------------------------------------------------------------------------------------
+
+
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tensor of a plan: position k lies at `offset + k * stride` of region `region`.
+
+    `byte_size` is what one position holds. Inputs: exactly the tensor's bytes. Outputs with an open dimension
+    (-1 in `shape`): the room for the result, whose true shape travels in the completion's note.
+    `stride` 0 means: the same bytes at every position (inputs only).
+    """
+
+    name: Name
+    region: Name
+    datatype: Name
+    shape: Shape
+    offset: Size = 0
+    stride: Size = 0
+    byte_size: Size = 0
+
+
+class TensorMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """A model's input or output. `shape` includes the batch dimension (-1) when `max_batch_size` > 0.
+
+    `symbols` has one entry per dimension: "" for a fixed one, else the name the model file gives it; equal names
+    mean equal sizes, which is how an output's shape follows from the inputs'. "?…" marks a size that only running
+    the model tells.
+    """
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    symbols: tuple[str, ...] = ()
+    optional: bool = False
+    zero_copy: bool = False
+    zero_copy_reason: str = ""
+
+
+class ModelMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client may know of a model version. `state` is Triton's: READY, LOADING, UNLOADING, UNAVAILABLE."""
+
+    name: str
+    version: str
+    versions: tuple[str, ...] = ()
+    platform: str = ""
+    state: str = "READY"
+    reason: str = ""
+    max_batch_size: int = 0
+    inputs: tuple[TensorMetadata, ...] = ()
+    outputs: tuple[TensorMetadata, ...] = ()
+    workers: tuple[str, ...] = ()
+    decoupled: bool = False
+
+
+class RegionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of `client.regions()` and of the status page."""
+
+    name: str
+    kind: str
+    byte_size: int
+    offset: int = 0
+    key: str = ""
+    generation: int = 0
+    owner_pid: int = 0
+    owner_uid: int = 0
+    state: str = "active"  # or "draining"
+
+
+# --- client → broker ----------------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True, kw_only=True, tag=True):
+    protocol: Id
+    library: Text = ""
+
+
+class GetModels(Message, frozen=True, kw_only=True, tag=True):
+    pass
+
+
+class GetModel(Message, frozen=True, kw_only=True, tag=True):
+    model: Text
+    version: Text = ""
+
+
+class RegisterPool(Message, frozen=True, kw_only=True, tag=True):
+    name: Name
+    byte_size: Size
+
+
+class RegisterSystem(Message, frozen=True, kw_only=True, tag=True):
+    name: Name
+    key: Text
+    byte_size: Size
+    offset: Size = 0
+
+
+class ShareRegion(Message, frozen=True, kw_only=True, tag=True):
+    name: Name
+
+
+class OpenRegion(Message, frozen=True, kw_only=True, tag=True):
+    name: Name
+    token: Name
+
+
+class Unregister(Message, frozen=True, kw_only=True, tag=True):
+    """`name` "" means all regions of this session. Unknown names succeed, as in Triton."""
+
+    name: Text = ""
+
+
+class ListRegions(Message, frozen=True, kw_only=True, tag=True):
+    pass
+
+
+class Prepare(Message, frozen=True, kw_only=True, tag=True):
+    """Checks a plan once and binds it to `worker` ("" = the broker chooses one that serves the model)."""
+
+    model: Text
+    version: Text = ""
+    worker: Text = ""
+    inputs: Annotated[tuple[TensorSpec, ...], msgspec.Meta(max_length=4096)]
+    outputs: Annotated[tuple[TensorSpec, ...], msgspec.Meta(max_length=4096)]
+    input_positions: Positions = 1
+    output_positions: Positions = 1
+
+
+class Release(Message, frozen=True, kw_only=True, tag=True):
+    """Forget plan `index`. Its requests in flight end as usual."""
+
+    index: Id
+    generation: Id
+
+
+class OpenChannel(Message, frozen=True, kw_only=True, tag=True):
+    worker: Name
+    slots: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+
+
+class CloseChannel(Message, frozen=True, kw_only=True, tag=True):
+    channel: Id
+
+
+class GetStatistics(Message, frozen=True, kw_only=True, tag=True):
+    model: Text = ""
+    version: Text = ""
+
+
+class GetStatus(Message, frozen=True, kw_only=True, tag=True):
+    pass
+
+
+class LoadModel(Message, frozen=True, kw_only=True, tag=True):
+    model: Text
+
+
+class UnloadModel(Message, frozen=True, kw_only=True, tag=True):
+    model: Text
+
+
+# --- broker → client ----------------------------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True, kw_only=True, tag=True):
+    """`epoch` names this run of the broker: when it differs after a reconnect, regions and plans are gone there."""
+
+    protocol: int
+    epoch: str
+    session: int
+    version: str
+    max_channels: int = 64
+    max_slots: int = 1024
+
+
+class Starting(Message, frozen=True, kw_only=True, tag=True):
+    """The start-up load is still running; `Welcome` follows when it has ended."""
+
+    done: int
+    total: int
+
+
+class Goodbye(Message, frozen=True, kw_only=True, tag=True):
+    """The broker will close this session (shutdown, or a rule was broken: `reason` says which)."""
+
+    reason: str
+
+
+class Failure(Message, frozen=True, kw_only=True, tag=True):
+    code: str
+    message: str
+
+
+class Done(Message, frozen=True, kw_only=True, tag=True):
+    pass
+
+
+class Large(Message, frozen=True, kw_only=True, tag=True):
+    byte_size: Size
+
+
+class Models(Message, frozen=True, kw_only=True, tag=True):
+    models: tuple[ModelMetadata, ...]
+
+
+class RegionInfo(Message, frozen=True, kw_only=True, tag=True):
+    """`file_size` is the whole object behind the descriptor; the region is [offset, offset + byte_size) of it."""
+
+    name: str
+    kind: str
+    region: int
+    generation: int
+    byte_size: int
+    offset: int = 0
+    file_size: int = 0
+    writable: bool = True
+
+
+class Token(Message, frozen=True, kw_only=True, tag=True):
+    token: str
+
+
+class Regions(Message, frozen=True, kw_only=True, tag=True):
+    regions: tuple[RegionRecord, ...]
+
+
+class Prepared(Message, frozen=True, kw_only=True, tag=True):
+    """The plan is bound at `worker`, which acknowledged it. Submissions name (index, generation)."""
+
+    index: int
+    generation: int
+    worker: str
+    model_version: str
+    rows: int  # size of the batch dimension of one position; 0 for models without one
+
+
+class ChannelInfo(Message, frozen=True, kw_only=True, tag=True):
+    channel: int
+    worker: str
+    slots: int
+
+
+class Statistics(Message, frozen=True, kw_only=True, tag=True):
+    """`model_stats` in the JSON form of Triton's statistics extension (numbers, durations in ns)."""
+
+    model_stats: tuple[dict[str, Any], ...]
+
+
+class Status(Message, frozen=True, kw_only=True, tag=True):
+    """What `tensorbroker status --json` prints."""
+
+    status: dict[str, Any]
+
+
+Request = (
+    Hello | GetModels | GetModel | RegisterPool | RegisterSystem | ShareRegion | OpenRegion | Unregister | ListRegions
+    | Prepare | Release | OpenChannel | CloseChannel | GetStatistics | GetStatus | LoadModel | UnloadModel
+)
+Reply = (
+    Welcome | Starting | Goodbye | Failure | Done | Large | Models | RegionInfo | Token | Regions | Prepared
+    | ChannelInfo | Statistics | Status
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+T = TypeVar("T")
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """The datagram of any message."""
+    return _encoder.encode(message)
+
+
+def decode_request(data: bytes) -> Request:
+    """Raises ProtocolError, naming the field, for anything that is not exactly one request."""
+    return _decode(_request_decoder, data)
+
+
+def decode_reply(data: bytes) -> Reply:
+    """Raises ProtocolError for anything that is not exactly one reply."""
+    return _decode(_reply_decoder, data)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"not a message of protocol {PROTOCOL}: {error}") from None
