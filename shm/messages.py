@@ -301,12 +301,39 @@ class Status(Message, frozen=True, kw_only=True, tag=True):
 
 
 Request = (
-    Hello | GetModels | GetModel | RegisterPool | RegisterSystem | ShareRegion | OpenRegion | Unregister | ListRegions
-    | Prepare | Release | OpenChannel | CloseChannel | GetStatistics | GetStatus | LoadModel | UnloadModel
+    Hello
+    | GetModels
+    | GetModel
+    | RegisterPool
+    | RegisterSystem
+    | ShareRegion
+    | OpenRegion
+    | Unregister
+    | ListRegions
+    | Prepare
+    | Release
+    | OpenChannel
+    | CloseChannel
+    | GetStatistics
+    | GetStatus
+    | LoadModel
+    | UnloadModel
 )
 Reply = (
-    Welcome | Starting | Goodbye | Failure | Done | Large | Models | RegionInfo | Token | Regions | Prepared
-    | ChannelInfo | Statistics | Status
+    Welcome
+    | Starting
+    | Goodbye
+    | Failure
+    | Done
+    | Large
+    | Models
+    | RegionInfo
+    | Token
+    | Regions
+    | Prepared
+    | ChannelInfo
+    | Statistics
+    | Status
 )
 
 _encoder = msgspec.msgpack.Encoder()

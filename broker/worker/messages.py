@@ -151,8 +151,16 @@ class ChannelBroken(LinkMessage, frozen=True, kw_only=True, tag=True):
 
 
 ToWorker = (
-    Start | LoadInstances | UnloadModel | AddRegion | RetireRegion | BindPlan | DropPlan | AttachChannel
-    | DetachChannel | Drain
+    Start
+    | LoadInstances
+    | UnloadModel
+    | AddRegion
+    | RetireRegion
+    | BindPlan
+    | DropPlan
+    | AttachChannel
+    | DetachChannel
+    | Drain
 )
 ToBroker = Ready | Acknowledged | Refused | ChannelBroken
 

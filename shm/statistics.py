@@ -1,0 +1,58 @@
+"""The statistics page: counters that workers write and the broker reads, without a message between them.
+
+The broker owns the memory, so counters go on over a worker's death. Each model instance has a block of its own, and
+only the thread that runs the instance writes it: no lock, no lost update. The broker adds blocks up when asked.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+from shm.memory import map_words, sealed_memfd
+
+BLOCK = 512  # words
+BLOCKS = 512
+
+# Words of an instance's block
+BATCH = 0  # rows of the batch that runs now; 0 = idle
+STARTED = 1  # CLOCK_MONOTONIC ns when it started
+EXPECTED = 2  # ns: the longest run measured at this size or larger; 0 = unmeasured
+SUCCESS, FAIL, CANCELLED, EXPIRED = 3, 4, 5, 6  # requests, by ending
+QUEUE_NS, INPUT_NS, INFER_NS, OUTPUT_NS = 7, 8, 9, 10  # sums over successful requests
+INFERENCES = 11  # rows (Triton's inference_count)
+EXECUTIONS = 12  # model runs (execution_count)
+LAST_MS = 13  # wall clock, ms since the epoch, of the last inference
+FAIL_NS = 14
+COPIED = 16  # .. +5: bytes copied, by reason
+REASONS = ("policy", "gather", "scatter", "output", "align", "arena")
+RETRIED = 24  # requests run again after a worker's death
+PENDING = 25  # requests queued for the model now (first instance's block only)
+BATCHES = 32  # 4 words per batch size 1..MAX_BATCH: executions, input ns, infer ns, output ns
+MAX_BATCH = (BLOCK - BATCHES) // 4  # larger batches are counted at this size
+
+# Words of a worker's own block
+LOST_WAKEUPS = 3
+TAKEN = 4  # requests taken from channels
+IN_FLIGHT = 5
+REFUSED = 6  # entries that broke a rule of the channel
+RECOVERED = 7
+
+
+@final
+class StatisticsPage:
+    """Maps the page. Made by the broker (`create`), opened by workers from the descriptor they are sent."""
+
+    __slots__ = ("_memory", "fd", "words")
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._memory, self.words = map_words(fd, BLOCKS * BLOCK * 8)
+
+    @classmethod
+    def create(cls) -> StatisticsPage:
+        """A new page of zeros, all blocks free."""
+        return cls(sealed_memfd("tensorbroker-statistics", BLOCKS * BLOCK * 8))
+
+    def block(self, index: int) -> memoryview:
+        """The words of block `index`."""
+        return self.words[index * BLOCK : (index + 1) * BLOCK]
