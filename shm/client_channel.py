@@ -1,0 +1,273 @@
+"""The client's side of a channel: submit, cancel, reap, wait.
+
+Owned by `clientlib`; one per thread or event loop and worker. Knows slots and words, not plans or tensors. Any thread
+may submit (short lock); whoever holds `role` reaps for all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import threading
+import time
+from typing import Protocol, final
+
+from shm.fence import FENCE_IS_FULL
+from shm.layout import (
+    ARMED,
+    CANCEL,
+    COMPLETION,
+    CONSUMED,
+    CTAIL,
+    FINAL,
+    NOTE_BYTES,
+    NOTED,
+    RING,
+    SUBMISSION,
+    TAIL,
+    WAITING,
+    Geometry,
+)
+from shm.memory import map_words
+
+SLEEP_MS = 50  # longest sleep while requests are outstanding: bounds what a lost wake-up could cost
+_perf = time.perf_counter
+
+# os.sched_yield releases the GIL, and a busy thread of this process then keeps it for its whole switch interval (8 ms
+# measured); this one keeps it.
+_yield_keeping_gil = ctypes.PyDLL(None).sched_yield
+
+
+class Settles(Protocol):
+    """What a submission leaves behind in its slot."""
+
+    def settle(self, entry: tuple[int, ...], note: bytes) -> None:
+        """Called once per completion by the thread that reaps. `entry` is laid out as `shm.layout.COMPLETION`."""
+
+
+@final
+class ClientChannel:
+    """Takes ownership of the descriptors. `spin_s` 0 means: never spin, always sleep."""
+
+    __slots__ = (
+        "_bell",
+        "_cold",
+        "_consumed",
+        "_free",
+        "_geometry",
+        "_lock",
+        "_memory",
+        "_pending",
+        "_poller",
+        "_positions",
+        "_spin",
+        "_submissions",
+        "_tail",
+        "_words",
+        "gone",
+        "lost_wakeups",
+        "pipe_fd",
+        "role",
+    )
+
+    def __init__(self, memory_fd: int, bell_fd: int, pipe_fd: int, slots: int, spin_s: float) -> None:
+        geometry = self._geometry = Geometry(slots)
+        self._memory, self._words = map_words(memory_fd, geometry.channel_bytes)
+        os.close(memory_fd)
+        self._bell, self.pipe_fd = bell_fd, pipe_fd
+        self._spin = spin_s if FENCE_IS_FULL else 0.0
+        self._cold = False
+        self._free = list(range(slots - 1, -1, -1))
+        self._pending: list[Settles | None] = [None] * slots
+        self._positions = [0] * slots
+        self._submissions = geometry.submissions * 8
+        self._tail = self._words[TAIL]
+        self._consumed = self._words[CONSUMED]
+        self._lock = threading.Lock()  # submit and cancel; its release is the fence between TAIL and ARMED
+        self.role = threading.Lock()  # who reaps and waits
+        self._poller = select.poll()
+        self._poller.register(pipe_fd, select.POLLIN)
+        self.gone = False
+        self.lost_wakeups = 0
+
+    @property
+    def slots(self) -> int:
+        """How many requests fit."""
+        return self._geometry.slots
+
+    @property
+    def outstanding(self) -> int:
+        """Requests submitted whose final completion has not been reaped."""
+        return self._geometry.slots - len(self._free)
+
+    def submit(
+        self,
+        pending: Settles,
+        plan_word: int,
+        input_position: int,
+        output_position: int,
+        rows: int,
+        deadline_ns: int,
+        request_id: int = 0,
+        priority: int = 0,
+        flags: int = 0,
+        sequence_id: int = 0,
+    ) -> int:
+        """Publish one request; returns its ident, or 0 when every slot is taken."""
+        words = self._words
+        with self._lock:
+            if not self._free:
+                return 0
+            slot = self._free.pop()
+            tail = self._tail
+            position = tail + 1
+            SUBMISSION.pack_into(
+                self._memory,
+                self._submissions + 64 * slot,
+                position,
+                plan_word,
+                request_id,
+                deadline_ns,
+                input_position,
+                output_position,
+                rows,
+                sequence_id,
+                flags,
+                priority,
+                0,
+                0,
+                0,
+            )
+            self._pending[slot] = pending
+            self._positions[slot] = position
+            words[RING + (tail & self._geometry.ring_mask)] = slot
+            self._tail = position
+            words[TAIL] = position
+        if words[ARMED]:
+            self._ring()
+        return position << 16 | slot
+
+    def cancel(self, ident: int) -> bool:
+        """Ask the worker to drop the request; False when it has ended already. It still gets its one ending."""
+        slot, position = ident & 0xFFFF, ident >> 16
+        words = self._words
+        with self._lock:
+            if self._positions[slot] != position or self._pending[slot] is None:
+                return False
+            words[self._geometry.submissions + 8 * slot + 7] = position
+            tail = self._tail
+            words[RING + (tail & self._geometry.ring_mask)] = slot | CANCEL
+            self._tail = tail + 1
+            words[TAIL] = tail + 1
+        if words[ARMED]:
+            self._ring()
+        return True
+
+    def _ring(self) -> None:
+        try:
+            os.eventfd_write(self._bell, 1)
+        except BlockingIOError:
+            pass  # the counter is full: the worker has been rung often enough
+
+    def reap(self) -> int:
+        """Settle what has been completed; the caller holds `role`. Returns how many completions there were."""
+        words, consumed = self._words, self._consumed
+        upto = words[CTAIL]
+        if upto == consumed:
+            return 0
+        geometry, memory, pending = self._geometry, self._memory, self._pending
+        base, mask = geometry.completions * 8, geometry.completion_mask
+        count = 0
+        while consumed < upto:
+            entry = COMPLETION.unpack_from(memory, base + 64 * (consumed & mask))
+            note = b""
+            if entry[2] & NOTED:
+                start = geometry.notes * 8 + NOTE_BYTES * (consumed & mask)
+                note = memory[start : start + NOTE_BYTES]
+            consumed += 1
+            slot = entry[1] & 0xFFFF
+            owner = pending[slot]
+            # A completion that names no pending request is dropped: the ending of a request that was ended before.
+            if entry[0] == consumed and owner is not None and self._positions[slot] == entry[1] >> 16:
+                if entry[2] & FINAL:
+                    pending[slot] = None
+                    self._free.append(slot)
+                owner.settle(entry, note)
+                count += 1
+        self._consumed = consumed
+        words[CONSUMED] = consumed
+        return count
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when completions are there, or after `timeout_s` (at most 50 ms while requests are outstanding).
+
+        The caller holds `role`. Spins first, while spinning has been paying off, then sleeps on the pipe.
+        """
+        words, consumed = self._words, self._consumed
+        if words[CTAIL] != consumed:
+            return
+        began = _perf()
+        if self._spin and not self._cold:
+            end = began + min(self._spin, timeout_s)
+            pause = os.sched_yield if threading.active_count() == 1 else _yield_keeping_gil
+            while _perf() < end:
+                pause()
+                if words[CTAIL] != consumed:
+                    return
+        words[WAITING] = 1
+        with self._lock:  # fence: the worker either sees WAITING or we see its CTAIL
+            pass
+        if words[CTAIL] == consumed:
+            self._sleep(timeout_s)
+        words[WAITING] = 0
+        # Spinning for a completion that takes far longer than the spin only heats the core the worker may need.
+        self._cold = _perf() - began > 4 * self._spin
+
+    def _sleep(self, timeout_s: float) -> None:
+        limit = SLEEP_MS if self.outstanding else 1000 * 3600
+        timed_out = timeout_s * 1000 > limit
+        events = self._poller.poll(min(timeout_s * 1000, limit))
+        if not events:
+            if timed_out and self._words[CTAIL] != self._consumed:
+                self.lost_wakeups += 1
+            return
+        if events[0][1] & select.POLLIN:
+            self.drain_pipe()
+        elif events[0][1] & (select.POLLHUP | select.POLLERR | select.POLLNVAL):
+            self.gone = True
+
+    def rest(self) -> bool:
+        """Ask to be rung (asyncio, before it goes quiet). True: completions are there already."""
+        self._words[WAITING] = 1
+        with self._lock:  # fence, as in wait()
+            pass
+        return self._words[CTAIL] != self._consumed
+
+    def stir(self) -> None:
+        """No rings wanted: the caller polls."""
+        self._words[WAITING] = 0
+
+    def drain_pipe(self) -> None:
+        """Empty the pipe; sets `gone` when its other end is closed: broker and worker are no more."""
+        try:
+            if not os.read(self.pipe_fd, 4096):
+                self.gone = True
+        except BlockingIOError:
+            pass
+
+    def abandoned(self) -> list[Settles]:
+        """Take back everything outstanding, after `gone` (nobody writes any more): the caller ends them."""
+        with self._lock:
+            left = [owner for owner in self._pending if owner is not None]
+            self._pending = [None] * self.slots
+            self._free = list(range(self.slots - 1, -1, -1))
+        return left
+
+    def close(self) -> None:
+        """Close the descriptors. The memory goes with the last reference."""
+        bell, self._bell = self._bell, -1
+        pipe, self.pipe_fd = self.pipe_fd, -1
+        if bell >= 0:
+            os.close(bell)
+            os.close(pipe)

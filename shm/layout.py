@@ -1,0 +1,78 @@
+"""Where everything lies in a channel and its ledger. 64-bit words; N slots, a power of two.
+
+The geometry follows from N alone, which both sides are told by the broker: nothing in the memory says where anything
+is, so nobody can move it.
+
+Channel memfd (mapped by the client and the worker, both may write all of it):
+     8  TAIL      client   submissions published: THE publication of a submission
+     9  CONSUMED  client   completions read
+    10  WAITING   client   1 = ring me
+    16  CTAIL     worker   completions published: THE COMMIT POINT, one store commits a whole batch
+    24  ARMED     worker   1 = ring me (always 1 for a channel without recent traffic)
+    64  RING[4N]  client   slot | CANCEL; position p lies at p & (4N-1)
+        SLOT[N]x8  client  one submission, `SUBMISSION`; word 7 is written by a cancel
+        COMP[2N]x8 worker  one completion, `COMPLETION`
+        NOTE[2N]x64 worker 512 bytes beside COMP[c], valid when its NOTE flag is set
+Ledger memfd (mapped by the worker, and by the broker after a worker's death; never sent to a client):
+     0  HEAD   submissions taken        1  CTAIL  completions committed and marked
+     8  MARK[N]  position << 16 | attempts << 8 | state
+
+A position in a tag, a mark or an ident is always p + 1, so that zeroed memory names no submission.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import final
+
+from shm.memory import pages
+
+TAIL, CONSUMED, WAITING = 8, 9, 10
+CTAIL, ARMED = 16, 24
+RING = 64
+CANCEL = 1 << 32  # in a RING word: look at the slot's cancel word
+
+# position · plan index u32 | generation u32 · request id · deadline ns (0 none) · input position · output position ·
+# rows (0 = as prepared) · sequence id · flags · priority · wait event + 1 · done event + 1 · cancel = position
+SUBMISSION = struct.Struct("@QQQQHHIQHHHHQ")
+SEQUENCE_START, SEQUENCE_END = 1, 2  # flags
+
+# completion number + 1 · ident = position << 16 | slot · code | FINAL | NOTED · queue, input, infer, output ns · copied
+COMPLETION = struct.Struct("@8Q")
+FINAL = 1 << 32
+NOTED = 1 << 33
+CODE_MASK = 0xFFFFFFFF
+NOTE_BYTES = 512
+
+HEAD, LEDGER_CTAIL, MARK = 0, 1, 8
+TAKEN, STARTED, RESPONDED, DONE = 1, 2, 3, 4
+
+MAX_SLOTS = 1024
+
+
+@final
+class Geometry:
+    """Word offsets and sizes for a channel of `slots` slots."""
+
+    __slots__ = (
+        "channel_bytes",
+        "completion_mask",
+        "completions",
+        "ledger_bytes",
+        "notes",
+        "ring_mask",
+        "slots",
+        "submissions",
+    )
+
+    def __init__(self, slots: int) -> None:
+        if not (0 < slots <= MAX_SLOTS and slots & (slots - 1) == 0):
+            raise ValueError(f"slots must be a power of two up to {MAX_SLOTS}, got {slots}")
+        self.slots = slots
+        self.ring_mask = 4 * slots - 1
+        self.completion_mask = 2 * slots - 1
+        self.submissions = RING + 4 * slots
+        self.completions = self.submissions + 8 * slots
+        self.notes = self.completions + 8 * 2 * slots
+        self.channel_bytes = pages((self.notes + 64 * 2 * slots) * 8)
+        self.ledger_bytes = pages((MARK + slots) * 8)
