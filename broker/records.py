@@ -1,4 +1,4 @@
-"""What the broker remembers of a channel and of a region: the descriptors it keeps, and who they belong to.
+"""What the broker remembers of a client, a channel and a region: the descriptors it keeps, and whose they are.
 
 Plain data. Sessions make these records, workers are brought up from them; only the session that made a record closes
 its descriptors.
@@ -11,6 +11,16 @@ from dataclasses import dataclass
 from typing import final
 
 from shm.sockets import close_all
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The client process at the other end of a session, as the kernel names it."""
+
+    session: int
+    pid: int
+    uid: int
 
 
 @final
