@@ -1,0 +1,1 @@
+"""Runnable examples. Run from the project root: `python -m examples.demo`."""
