@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -18,6 +19,7 @@ from shm.errors import ProtocolError
 from shm.messages import MAX_DATAGRAM
 
 MAX_FDS = 16  # per datagram, as received; more are closed by the kernel and reported by MSG_CTRUNC
+MAX_PATH = 107  # sun_path is 108 bytes with its terminating zero
 SO_PEERPIDFD = 77  # asm-generic/socket.h, since Linux 6.5
 _RECEIVE = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
 _ANCILLARY = socket.CMSG_SPACE(MAX_FDS * 4)
@@ -30,14 +32,20 @@ def seqpacket() -> socket.socket:
 
 @contextlib.contextmanager
 def address(path: str) -> Iterator[str]:
-    """An address for `path` that fits `sun_path` whatever its length: through /proc/self/fd of its directory."""
-    if len(os.fsencode(path)) < 108:
+    """An address for `path` that fits `sun_path` however deep its directory lies: through /proc/self/fd.
+
+    Raises OSError when the directory cannot be opened or the file's own name does not fit.
+    """
+    if len(os.fsencode(path)) <= MAX_PATH:
         yield path
         return
     directory, name = os.path.split(path)
-    fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(directory or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield f"/proc/self/fd/{fd}/{name}"
+        short = f"/proc/self/fd/{fd}/{name}"
+        if len(os.fsencode(short)) > MAX_PATH:
+            raise OSError(errno.ENAMETOOLONG, "the name of a socket file must be shorter", path)
+        yield short
     finally:
         os.close(fd)
 
@@ -68,8 +76,12 @@ def receive(sock: socket.socket) -> tuple[bytes, list[int]] | None:
             fds.extend(received)
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         close_all(fds)
-        what = "descriptors" if flags & socket.MSG_CTRUNC else "bytes"
-        raise ProtocolError(f"a datagram with too many {what} (at most {MAX_DATAGRAM} bytes, {MAX_FDS} descriptors)")
+        if flags & socket.MSG_TRUNC:
+            raise ProtocolError(f"a datagram is longer than {MAX_DATAGRAM} bytes")
+        raise ProtocolError(
+            f"the descriptors of a datagram were cut short: at most {MAX_FDS} travel with one, and this process must"
+            " have as many free (RLIMIT_NOFILE)"
+        )
     if not data:  # indistinguishable from end of file; nobody who follows the protocol sends it
         close_all(fds)
         return None
@@ -94,11 +106,16 @@ def peer_pidfd(sock: socket.socket) -> int:
     """A pidfd of the connecting process: readable when it has ended, whoever else still holds the socket.
 
     SO_PEERPIDFD cannot name a recycled pid; the fallback, right after accept, can only in the moment between.
-    Raises ProcessLookupError when the process is gone already.
+    Raises ProcessLookupError when the process is gone already (some kernels give a readable pidfd then).
     """
     try:
         fd = struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, 4))[0]
-    except OSError:
-        return os.pidfd_open(peer_credentials(sock)[0])
+    except OSError as error:
+        if error.errno == errno.ENOPROTOOPT:
+            return os.pidfd_open(peer_credentials(sock)[0])
+        # Up to 6.15 this is how a process that was reaped is reported; its pid may be another's by now.
+        if error.errno in (errno.EINVAL, errno.ESRCH):
+            raise ProcessLookupError(errno.ESRCH, "the process that connected has ended") from error
+        raise
     os.set_inheritable(fd, False)
     return int(fd)
