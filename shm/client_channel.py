@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import select
+import struct
 import threading
 import time
 from typing import Protocol, final
@@ -114,7 +115,10 @@ class ClientChannel:
         flags: int = 0,
         sequence_id: int = 0,
     ) -> int:
-        """Publish one request; returns its ident, or 0 when every slot is taken."""
+        """Publish one request; returns its ident, or 0 when every slot is taken.
+
+        Raises struct.error when a field is out of its range (see `SUBMISSION`).
+        """
         words = self._words
         with self._lock:
             if not self._free:
@@ -122,23 +126,27 @@ class ClientChannel:
             slot = self._free.pop()
             tail = self._tail
             position = tail + 1
-            SUBMISSION.pack_into(
-                self._memory,
-                self._submissions + 64 * slot,
-                position,
-                plan_word,
-                request_id,
-                deadline_ns,
-                input_position,
-                output_position,
-                rows,
-                sequence_id,
-                flags,
-                priority,
-                0,
-                0,
-                0,
-            )
+            try:
+                SUBMISSION.pack_into(
+                    self._memory,
+                    self._submissions + 64 * slot,
+                    position,
+                    plan_word,
+                    request_id,
+                    deadline_ns,
+                    input_position,
+                    output_position,
+                    rows,
+                    sequence_id,
+                    flags,
+                    priority,
+                    0,
+                    0,
+                    0,
+                )
+            except struct.error:  # a field out of range: the caller's mistake must not cost a slot
+                self._free.append(slot)
+                raise
             self._pending[slot] = pending
             self._positions[slot] = position
             words[RING + (tail & self._geometry.ring_mask)] = slot
@@ -155,7 +163,10 @@ class ClientChannel:
         with self._lock:
             if self._positions[slot] != position or self._pending[slot] is None:
                 return False
-            words[self._geometry.submissions + 8 * slot + 7] = position
+            at = self._geometry.submissions + 8 * slot + 7
+            if words[at] == position:
+                return True  # a second entry would tell nothing new, and many would fill the ring
+            words[at] = position
             tail = self._tail
             words[RING + (tail & self._geometry.ring_mask)] = slot | CANCEL
             self._tail = tail + 1
