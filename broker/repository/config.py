@@ -29,9 +29,12 @@ class TensorConfig(msgspec.Struct, frozen=True, kw_only=True):
     label_filename: str = ""
     zero_copy: bool = False
     zero_copy_reason: str = ""
+    file_rank: int = -1
 
 
 class QueuePolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """What happens to requests that wait too long or are too many, per priority level."""
+
     timeout_action: str = "REJECT"
     default_timeout_microseconds: int = 0
     allow_timeout_override: bool = False
@@ -39,6 +42,8 @@ class QueuePolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DynamicBatching(msgspec.Struct, frozen=True, kw_only=True):
+    """How requests are joined to batches; absent means that each runs alone."""
+
     preferred_batch_size: tuple[int, ...] = ()
     max_queue_delay_microseconds: int = 0
     preserve_ordering: bool = False
@@ -49,6 +54,8 @@ class DynamicBatching(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InstanceGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """`count` execution slots, on each of `gpus` when kind is KIND_GPU."""
+
     name: str
     kind: str = "KIND_CPU"
     count: int = 1

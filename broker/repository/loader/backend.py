@@ -1,0 +1,117 @@
+"""Which backend serves a model, and which file of a version directory it reads.
+
+Called by `load` after the configuration text was parsed. Looks at names only and imports no backend.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+
+from tritonclient.grpc import model_config_pb2
+
+from broker.repository.loader.failure import ModelError
+from broker.repository.scan import ModelDirectory, is_inside
+
+_PLATFORMS = {
+    "onnxruntime_onnx": "onnxruntime",
+    "tensorrt_plan": "tensorrt",
+    "pytorch_libtorch": "pytorch",
+    "tensorflow_graphdef": "tensorflow",
+    "tensorflow_savedmodel": "tensorflow",
+    "ensemble": "ensemble",
+}
+_FILES = {  # in Triton's order of looking
+    "model.onnx": "onnxruntime",
+    "model.plan": "tensorrt",
+    "model.pt": "pytorch",
+    "model.pt2": "pytorch",
+    "model.savedmodel": "tensorflow",
+    "model.graphdef": "tensorflow",
+    "model.xml": "openvino",
+    "model.py": "python",
+}
+_DEFAULT_FILES = {
+    "onnxruntime": "model.onnx",
+    "tensorrt": "model.plan",
+    "pytorch": "model.pt",
+    "openvino": "model.xml",
+    "python": "model.py",
+}
+_DEFAULT_PLATFORMS = {
+    "onnxruntime": "onnxruntime_onnx",
+    "tensorrt": "tensorrt_plan",
+    "pytorch": "pytorch_libtorch",
+    "ensemble": "ensemble",
+}
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+CUSTOM_BACKEND = "backend.py"
+
+
+def fill_backend(config: model_config_pb2.ModelConfig, model: ModelDirectory, version_paths: Sequence[str]) -> None:
+    """Set `backend`, `platform` and `default_model_filename`. Raises ModelError when nothing says which backend."""
+    if config.platform:
+        if config.platform not in _PLATFORMS:
+            raise ModelError(
+                f"unexpected platform type '{config.platform}' for {model.name}; known are: {', '.join(_PLATFORMS)} "
+                "(or leave 'platform' out and set 'backend')"
+            )
+        if config.backend and config.backend != _PLATFORMS[config.platform]:
+            raise ModelError(f"unexpected 'platform' and 'backend' pair, got:{config.platform}, {config.backend}")
+        config.backend = _PLATFORMS[config.platform]
+    custom = _custom_backend(model)
+    if not config.backend:
+        config.backend = model.name if custom else _detect(config.default_model_filename, model, version_paths)
+    if not config.platform:
+        config.platform = _DEFAULT_PLATFORMS.get(config.backend, "")
+    if not config.default_model_filename:
+        config.default_model_filename = _default_file(config.backend, version_paths)
+    _check_supported(config.backend, model.name, custom)
+
+
+def _custom_backend(model: ModelDirectory) -> bool:
+    path = os.path.join(model.path, CUSTOM_BACKEND)
+    if not os.path.isfile(path):
+        return False
+    if not is_inside(path, model.repository):
+        raise ModelError(f"{path}: is a link out of the model repository {model.repository}")
+    return True
+
+
+def _detect(filename: str, model: ModelDirectory, version_paths: Sequence[str]) -> str:
+    if filename in _FILES:
+        return _FILES[filename]
+    for path in version_paths:
+        for name, backend in _FILES.items():
+            if os.path.exists(os.path.join(path, name)):
+                return backend
+    _, dot, suffix = model.name.rpartition(".")
+    if dot and suffix:
+        return suffix
+    raise ModelError(
+        f"Invalid model name: Could not determine backend for model '{model.name}' with no backend in model "
+        "configuration. Expected model name of the form 'model.<backend_name>'. Put a model file "
+        f"({', '.join(_FILES)}) into its version directory, or set 'backend' in config.pbtxt"
+    )
+
+
+def _default_file(backend: str, version_paths: Sequence[str]) -> str:
+    for name, owner in _FILES.items():
+        if owner == backend and any(os.path.exists(os.path.join(path, name)) for path in version_paths):
+            return name
+    return _DEFAULT_FILES.get(backend, "")
+
+
+def _check_supported(backend: str, model: str, custom: bool) -> None:
+    if not _NAME.fullmatch(backend):
+        raise ModelError(f"invalid backend name {backend!r} for model '{model}': use letters, digits, _ . -")
+    # Entry points are the register that the worker itself uses, so what passes here can be loaded there.
+    supported = sorted({entry.name for entry in entry_points(group="tensorbroker.backends")})
+    if not custom and backend not in supported:
+        raise ModelError(
+            f"model '{model}' needs backend '{backend}', which is not installed; installed are: "
+            f"{', '.join(supported) or 'none'}. A backend of your own is an entry point of the group "
+            f"'tensorbroker.backends', or {CUSTOM_BACKEND} beside config.pbtxt"
+        )

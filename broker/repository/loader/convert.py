@@ -1,0 +1,193 @@
+"""From Triton's protobuf to the plain `ModelConfig` that travels to the broker and its workers, and to Triton's JSON.
+
+Called by `load` at the end. Decides nothing: everything was completed and validated before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from google.protobuf import json_format
+from google.protobuf.descriptor import FieldDescriptor
+from tritonclient.grpc import model_config_pb2
+
+from broker.repository.config import DynamicBatching, InstanceGroup, ModelConfig, QueuePolicy, TensorConfig
+from broker.repository.loader.complete import is_scalar
+from broker.repository.loader.onnx_file import FileTensor, Signature
+from broker.repository.loader.zero_copy import Verdict
+from broker.repository.scan import ModelDirectory
+
+_INT64 = {
+    FieldDescriptor.CPPTYPE_INT64,
+    FieldDescriptor.CPPTYPE_UINT64,
+}
+_Group = model_config_pb2.ModelInstanceGroup
+_Policy = model_config_pb2.ModelQueuePolicy
+
+
+def to_model_config(
+    config: model_config_pb2.ModelConfig,
+    model: ModelDirectory,
+    versions: Mapping[int, str],
+    signatures: Sequence[Signature],
+    verdicts: Mapping[str, Verdict],
+    notes: Sequence[str],
+) -> ModelConfig:
+    """`signatures`: one per served version, newest first; empty when no file was read (then nothing is known)."""
+    inputs, outputs = _tensors(config, signatures, verdicts)
+    return ModelConfig(
+        name=config.name,
+        platform=config.platform,
+        backend=config.backend,
+        directory=model.path,
+        versions=dict(versions),
+        default_model_filename=config.default_model_filename,
+        max_batch_size=config.max_batch_size,
+        input=inputs,
+        output=outputs,
+        instance_group=tuple(
+            InstanceGroup(name=group.name, kind=_Group.Kind.Name(group.kind), count=group.count, gpus=tuple(group.gpus))
+            for group in config.instance_group
+        ),
+        dynamic_batching=_dynamic_batching(config.dynamic_batching) if config.HasField("dynamic_batching") else None,
+        decoupled=config.model_transaction_policy.decoupled,
+        stateful=config.HasField("sequence_batching"),
+        parameters={key: value.string_value for key, value in config.parameters.items()},
+        json=to_json(config),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def to_json(config: model_config_pb2.ModelConfig) -> str:
+    """Triton's JSON form: the schema's field names, defaults included, 64-bit integers as numbers."""
+    tree = json_format.MessageToDict(
+        config, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    _numbers(tree, config.DESCRIPTOR)
+    return json.dumps(tree)
+
+
+def _numbers(tree: dict[str, Any], descriptor: Any) -> None:  # noqa: ANN401 - protobuf's descriptors have no types
+    """protobuf writes 64-bit integers as strings; turn them back, in place."""
+    for field in descriptor.fields:
+        if field.name not in tree:
+            continue
+        value = tree[field.name]
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            inner = field.message_type.fields_by_name["value"]
+            for item in value.values() if inner.message_type is not None else ():
+                _numbers(item, inner.message_type)
+        elif field.message_type is not None:
+            for item in value if isinstance(value, list) else [value]:
+                _numbers(item, field.message_type)
+        elif field.cpp_type in _INT64:
+            tree[field.name] = [int(item) for item in value] if isinstance(value, list) else int(value)
+
+
+def _tensors(
+    config: model_config_pb2.ModelConfig, signatures: Sequence[Signature], verdicts: Mapping[str, Verdict]
+) -> tuple[tuple[TensorConfig, ...], tuple[TensorConfig, ...]]:
+    symbols = [_symbols(config, signature) for signature in signatures] or [_symbols(config, Signature((), ()))]
+    # Versions that name their dimensions differently promise nothing together.
+    agreed = symbols[0] if all(other == symbols[0] for other in symbols) else _symbols(config, Signature((), ()))
+    newest = signatures[0] if signatures else Signature((), ())
+    files = {tensor.name: tensor for tensor in (*newest.inputs, *newest.outputs)}
+    inputs = tuple(
+        TensorConfig(
+            **_common(config, text, files.get(text.name), agreed),
+            optional=text.optional,
+            allow_ragged_batch=text.allow_ragged_batch,
+            zero_copy=verdicts[text.name].allowed,
+            zero_copy_reason=verdicts[text.name].reason,
+        )
+        for text in config.input
+    )
+    outputs = tuple(
+        TensorConfig(**_common(config, text, files.get(text.name), agreed), label_filename=text.label_filename)
+        for text in config.output
+    )
+    return inputs, outputs
+
+
+def _common(
+    config: model_config_pb2.ModelConfig,
+    text: Any,  # noqa: ANN401 - protobuf messages have no types
+    tensor: FileTensor | None,
+    symbols: Mapping[str, tuple[str, ...]],
+) -> dict[str, Any]:
+    reshape = tuple(text.reshape.shape) if text.HasField("reshape") else None
+    if tensor is not None and is_scalar(config, text, tensor):
+        reshape = ()
+    return {
+        "name": text.name,
+        "datatype": datatype(text.data_type),
+        "dims": tuple(text.dims),
+        "symbols": symbols[text.name],
+        "reshape": reshape,
+        "is_shape_tensor": text.is_shape_tensor,
+        "file_rank": -1 if tensor is None or tensor.shape is None else len(tensor.shape),
+    }
+
+
+def datatype(data_type: int) -> str:
+    """KServe's name of a protobuf DataType."""
+    name = str(model_config_pb2.DataType.Name(data_type)).removeprefix("TYPE_")
+    return "BYTES" if name == "STRING" else name
+
+
+def _symbols(config: model_config_pb2.ModelConfig, signature: Signature) -> dict[str, tuple[str, ...]]:
+    """Per tensor one symbol per entry of `dims`, as `TensorConfig.symbols` describes them."""
+    batch = 1 if config.max_batch_size > 0 else 0
+    files = {tensor.name: tensor for tensor in (*signature.inputs, *signature.outputs)}
+    found: dict[str, tuple[str, ...]] = {}
+    carried: set[str] = set()
+    for text in config.input:
+        found[text.name] = _tensor_symbols(text, files.get(text.name), batch, None)
+        carried.update(found[text.name])
+    for text in config.output:
+        found[text.name] = _tensor_symbols(text, files.get(text.name), batch, carried)
+    return found
+
+
+def _tensor_symbols(
+    text: Any,  # noqa: ANN401 - protobuf messages have no types
+    tensor: FileTensor | None,
+    batch: int,
+    carried: set[str] | None,
+) -> tuple[str, ...]:
+    inner = list(text.reshape.shape) if text.HasField("reshape") else list(text.dims)
+    names = tensor.symbols[batch:] if tensor is not None else ()
+    # With a reshape the k-th variable dimension of `dims` is the k-th of the file; fixed ones may differ in number.
+    variable = iter([names[axis] if axis < len(names) else "" for axis, size in enumerate(inner) if size == -1])
+    symbols: list[str] = []
+    for axis, size in enumerate(text.dims):
+        symbol = next(variable) if size == -1 else ""
+        if size == -1 and (not symbol or symbol.startswith("?") or (carried is not None and symbol not in carried)):
+            symbol = f"?{text.name}:{axis}"
+        symbols.append(symbol)
+    return tuple(symbols)
+
+
+def _dynamic_batching(batching: Any) -> DynamicBatching:  # noqa: ANN401 - protobuf messages have no types
+    return DynamicBatching(
+        preferred_batch_size=tuple(batching.preferred_batch_size),
+        max_queue_delay_microseconds=batching.max_queue_delay_microseconds,
+        preserve_ordering=batching.preserve_ordering,
+        priority_levels=batching.priority_levels,
+        default_priority_level=batching.default_priority_level,
+        default_queue_policy=_queue_policy(batching.default_queue_policy),
+        priority_queue_policy={
+            level: _queue_policy(policy) for level, policy in sorted(batching.priority_queue_policy.items())
+        },
+    )
+
+
+def _queue_policy(policy: Any) -> QueuePolicy:  # noqa: ANN401 - protobuf messages have no types
+    return QueuePolicy(
+        timeout_action=_Policy.TimeoutAction.Name(policy.timeout_action),
+        default_timeout_microseconds=policy.default_timeout_microseconds,
+        allow_timeout_override=policy.allow_timeout_override,
+        max_queue_size=policy.max_queue_size,
+    )

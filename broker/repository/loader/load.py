@@ -1,0 +1,163 @@
+"""One model directory in, one `ModelConfig` or one reason out.
+
+Called by the process's main loop, model by model. The order of the steps is Triton's: text, backend, auto-completion,
+defaults, validation, comparison with the model file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from tritonclient.grpc import model_config_pb2
+
+from broker.repository.config import LoadFailure, ModelConfig
+from broker.repository.loader import pbtxt
+from broker.repository.loader.backend import fill_backend
+from broker.repository.loader.complete import compare, complete
+from broker.repository.loader.convert import to_model_config
+from broker.repository.loader.failure import ModelError
+from broker.repository.loader.files import read_file
+from broker.repository.loader.grants import verdicts
+from broker.repository.loader.normalise import normalise
+from broker.repository.loader.onnx_file import Signature, read_model, read_signature
+from broker.repository.loader.validate import validate
+from broker.repository.loader.zero_copy import Verdict, policy
+from broker.repository.protocol import LoadRequest
+from broker.repository.scan import ModelDirectory, list_versions
+
+_WORKER_GROUP = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+
+
+class _Version(NamedTuple):
+    """What the model file of one version says."""
+
+    number: int
+    path: str
+    signature: Signature
+    policy: Mapping[str, Verdict]
+
+
+def load(model: ModelDirectory, request: LoadRequest) -> ModelConfig | LoadFailure:
+    """Configure one model. Whatever its files contain, the answer is a value."""
+    try:
+        return _load(model, request)
+    except ModelError as error:
+        reason = str(error)
+    except OSError as error:
+        reason = f"{error.filename or model.path}: {error.strerror or error}"
+    except MemoryError:
+        reason = "the model's files need more memory than the loader can get"
+    except Exception as error:  # a parser's own exception on a file that nobody foresaw
+        reason = f"its files cannot be understood: {type(error).__name__}: {error}"
+    return LoadFailure(name=model.name, reason=reason)
+
+
+def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
+    parsed = _read_config(model, request.strict)
+    config, notes = parsed.config, list(parsed.notes)
+    versions = _served_versions(config, model, notes)
+    newest_first = dict(reversed(versions.items()))
+    fill_backend(config, model, list(newest_first.values()))
+    _check_file_name(config)
+    read: list[_Version] = []
+    if config.backend == "onnxruntime":
+        number, path = next(iter(newest_first.items()))
+        read.append(_read_version(config, model, number, path))
+        if not request.strict:
+            notes += complete(config, read[0].signature, parsed.states_max_batch_size, request.default_max_batch_size)
+    notes += normalise(config, request.gpus)
+    tensors = [tensor for version in read for tensor in (*version.signature.inputs, *version.signature.outputs)]
+    validate(config, model, request.gpus, frozenset(tensor.name for tensor in tensors if tensor.shape == ()))
+    _check_worker_group(config)
+    if read:
+        compare(config, read[0].signature, read[0].path)
+        for number, path in list(newest_first.items())[1:]:
+            try:
+                older = _read_version(config, model, number, path)
+                compare(config, older.signature, older.path)
+            except ModelError as error:
+                # Triton's way: one bad version does not take the others down. The newest one decides.
+                notes.append(f"version {number} is not served: {error}")
+                del versions[number]
+            else:
+                read.append(older)
+    return to_model_config(
+        config,
+        model,
+        versions,
+        [version.signature for version in read],
+        verdicts(config, [(version.number, version.policy) for version in read]),
+        notes,
+    )
+
+
+def _read_config(model: ModelDirectory, strict: bool) -> pbtxt.Parsed:
+    path = os.path.join(model.path, "config.pbtxt")
+    if os.path.lexists(path):
+        data = read_file(path, model.repository, pbtxt.MAX_CONFIG, "1 MiB")
+        parsed = pbtxt.parse(data, path)
+    elif strict:
+        raise ModelError(f"{path}: does not exist, and auto-completion is disabled (--disable-auto-complete-config)")
+    else:
+        parsed = pbtxt.Parsed(model_config_pb2.ModelConfig(), False, ())
+    config = parsed.config
+    if config.name and config.name != model.name:
+        raise ModelError(
+            f"unexpected directory name '{model.name}' for model '{config.name}', directory name must equal model name"
+        )
+    config.name = model.name
+    return parsed
+
+
+def _served_versions(config: model_config_pb2.ModelConfig, model: ModelDirectory, notes: list[str]) -> dict[int, str]:
+    """Version number → directory, ascending, after the version policy."""
+    found = list_versions(model)
+    notes += found.ignored
+    policy = config.version_policy
+    chosen = dict(found.paths)
+    match policy.WhichOneof("policy_choice"):
+        case "all":
+            pass
+        case "specific":
+            for version in policy.specific.versions:
+                if version not in chosen:
+                    notes.append(
+                        f"version {version} is specified for model '{model.name}', but the version directory is not "
+                        "present"
+                    )
+            chosen = {version: path for version, path in chosen.items() if version in policy.specific.versions}
+        case _:
+            count = max(1, policy.latest.num_versions)
+            chosen = dict(list(chosen.items())[-count:])
+    if not chosen:
+        present = ", ".join(map(str, found.paths)) or "none"
+        raise ModelError(
+            f"failed to load '{model.name}', no version is available: {model.path} needs a directory named by a "
+            f"number, such as {os.path.join(model.path, '1')} (present: {present})"
+        )
+    return chosen
+
+
+def _check_file_name(config: model_config_pb2.ModelConfig) -> None:
+    name = config.default_model_filename
+    if "\0" in name or name.startswith("/") or ".." in name.split("/"):
+        raise ModelError(f"default_model_filename {name!r} must stay within the version directory")
+
+
+def _check_worker_group(config: model_config_pb2.ModelConfig) -> None:
+    group = config.parameters["worker_group"].string_value if "worker_group" in config.parameters else ""
+    if group and not _WORKER_GROUP.fullmatch(group):
+        raise ModelError(f"parameter worker_group {group!r} must have 1 to 64 letters, digits, _ . -")
+
+
+def _read_version(config: model_config_pb2.ModelConfig, model: ModelDirectory, number: int, directory: str) -> _Version:
+    path = os.path.join(directory, config.default_model_filename)
+    if not os.path.lexists(path):
+        raise ModelError(f"unable to find '{path}' for model '{config.name}'")
+    graph = read_model(path, model.repository)
+    # Before the signature: reading that one may drop large initializers from the graph.
+    found = policy(graph)
+    return _Version(number, path, read_signature(graph, path), found)

@@ -1,0 +1,121 @@
+"""config.pbtxt as text: parsing it, and saying precisely what is wrong with it.
+
+Called by `load`. Knows the schema (Triton's `inference.ModelConfig`), not its meaning: see `validate`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Any, NamedTuple
+
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from broker.repository.loader.failure import ModelError
+
+MAX_CONFIG = 1 << 20  # bytes; the largest in Triton's own test suites has 40 KB
+_PLACEHOLDER = re.compile(r"\$\{[^}\n]*\}")
+_NO_FIELD = re.compile(r'Message type "inference\.([\w.]+)" has no field named "(\w+)"')
+_NO_VALUE = re.compile(r'Enum type "inference\.([\w.]+)" has no value named (\w+)')
+_ABSENT = -(2**31)  # no configuration says this: it would be refused as negative
+
+# What people write for a type, where the spelling alone would suggest something else.
+_TYPE_ALIASES = {
+    "TYPE_FLOAT": "TYPE_FP32",
+    "TYPE_FLOAT16": "TYPE_FP16",
+    "TYPE_FLOAT32": "TYPE_FP32",
+    "TYPE_FLOAT64": "TYPE_FP64",
+    "TYPE_DOUBLE": "TYPE_FP64",
+    "TYPE_HALF": "TYPE_FP16",
+    "TYPE_BFLOAT16": "TYPE_BF16",
+    "TYPE_BYTES": "TYPE_STRING",
+    "TYPE_INT": "TYPE_INT32",
+    "TYPE_LONG": "TYPE_INT64",
+}
+
+
+class Parsed(NamedTuple):
+    """`states_max_batch_size`: the text has that line (an explicit 0 is a statement, an absent one is not)."""
+
+    config: model_config_pb2.ModelConfig
+    states_max_batch_size: bool
+    notes: tuple[str, ...]
+
+
+def parse(data: bytes, path: str) -> Parsed:
+    """Parse a configuration text. Raises ModelError with path:line:column, the line, and the likely correction."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ModelError(f"{path}:{line}: is not UTF-8 text (byte {error.start})") from error
+    config = model_config_pb2.ModelConfig()
+    try:
+        text_format.Parse(text, config)
+    except text_format.ParseError as error:
+        raise ModelError(_explain(error, text, path)) from error
+    except RecursionError as error:
+        raise ModelError(f"{path}: is nested too deeply") from error
+    # proto3 cannot tell an explicit 0 from an absent field; a merge over a sentinel can.
+    probe = text_format.Merge(text, model_config_pb2.ModelConfig(max_batch_size=_ABSENT))
+    notes: tuple[str, ...] = ()
+    if placeholders := _placeholders(text):
+        notes = (f"{path}: unfilled placeholders {', '.join(placeholders)} are taken literally",)
+    return Parsed(config, probe.max_batch_size != _ABSENT, notes)
+
+
+def _placeholders(text: str) -> list[str]:
+    code = "\n".join(line for line in text.split("\n") if not line.lstrip().startswith("#"))
+    return list(dict.fromkeys(_PLACEHOLDER.findall(code)))
+
+
+def _explain(error: text_format.ParseError, text: str, path: str) -> str:
+    line, column = error.GetLine(), error.GetColumn()
+    # protobuf's own text repeats position and line before the sentence that matters.
+    message = re.sub(r"^\d+:\d+ : ('.*': )?", "", str(error), flags=re.DOTALL)
+    where = path
+    shown = ""
+    if line is not None and column is not None:
+        where = f"{path}:{line}:{column}"
+        lines = text.split("\n")
+        if 0 < line <= len(lines):
+            source = lines[line - 1]
+            shown = f"\n    {source[:200]}" + (f"\n    {' ' * (column - 1)}^" if column <= 200 else "")
+    return f"{where}: {message[:300]}{shown}{_advice(message, text)}"
+
+
+def _advice(message: str, text: str) -> str:
+    if placeholders := _placeholders(text):
+        return f"\n    unfilled placeholders: {', '.join(placeholders[:20])}: fill in this template first"
+    if match := _NO_FIELD.search(message):
+        descriptor = _find(match[1])
+        fields = [field.name for field in descriptor.fields] if descriptor else []
+        if near := difflib.get_close_matches(match[2], fields, n=1, cutoff=0.5):
+            return f"\n    did you mean '{near[0]}'?"
+        return f"\n    fields of {match[1]}: {', '.join(fields)}"
+    if match := _NO_VALUE.search(message):
+        enum = _find_enum(match[1])
+        values = [value.name for value in enum.values] if enum else []
+        near = (
+            [_TYPE_ALIASES[match[2]]] if match[2] in _TYPE_ALIASES else difflib.get_close_matches(match[2], values, 1)
+        )
+        return f"\n    did you mean '{near[0]}'?" if near else f"\n    values of {match[1]}: {', '.join(values)}"
+    return ""
+
+
+def _find(name: str) -> Any:  # noqa: ANN401 - protobuf's descriptors have no types
+    """The descriptor of the message `inference.<name>`, nested names included."""
+    first, *rest = name.split(".")
+    found = model_config_pb2.DESCRIPTOR.message_types_by_name.get(first)
+    for part in rest:
+        found = found and found.nested_types_by_name.get(part)
+    return found
+
+
+def _find_enum(name: str) -> Any:  # noqa: ANN401 - protobuf's descriptors have no types
+    outer, _, last = name.rpartition(".")
+    if not outer:
+        return model_config_pb2.DESCRIPTOR.enum_types_by_name.get(last)
+    message = _find(outer)
+    return message and message.enum_types_by_name.get(last)

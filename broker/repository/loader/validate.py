@@ -1,0 +1,182 @@
+"""The rules of Triton for a configuration, with Triton's words.
+
+Called by `load` on a completed and normalised configuration, before it is compared with the model file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+from tritonclient.grpc import model_config_pb2
+
+from broker.repository.loader.failure import ModelError
+from broker.repository.scan import ModelDirectory, is_inside
+
+MAX_INSTANCES = 1024  # of one model: each is a loaded copy and a thread
+MAX_RANK = 63  # plus the batch dimension; a request's shape has at most 64
+MAX_NAME = 256  # characters of a tensor name, as in requests
+MAX_BATCH = 65534  # rows of a batch: positions and rows travel as 16 bits
+MAX_MICROSECONDS = 2**53 // 1000 * 1000  # as nanoseconds still a signed 64-bit number
+
+_Config: TypeAlias = model_config_pb2.ModelConfig
+_Group = model_config_pb2.ModelInstanceGroup
+_Input = model_config_pb2.ModelInput
+_Policy = model_config_pb2.ModelQueuePolicy
+
+
+def validate(config: _Config, model: ModelDirectory, gpus: Sequence[int], scalars: frozenset[str]) -> None:
+    """Raise ModelError at the first rule that is broken.
+
+    `scalars`: tensors that have no dimensions in the model file; for them alone an empty reshape is right.
+    """
+    name = config.name
+    if config.max_batch_size < 0:
+        raise ModelError(f"'max_batch_size' must be non-negative value for {name}")
+    if config.max_batch_size > MAX_BATCH:
+        raise ModelError(f"'max_batch_size' must be at most {MAX_BATCH} for {name}, got {config.max_batch_size}")
+    for kind, texts in (("input", config.input), ("output", config.output)):
+        if not texts and config.platform != "ensemble":
+            raise ModelError(f"must specify one or more '{kind}'s for {name}: nothing could be taken from a model file")
+        seen: set[str] = set()
+        for text in texts:
+            _validate_tensor(config, kind, text, scalars)
+            if text.name in seen:
+                raise ModelError(f"model {kind} '{text.name}' is specified more than once for {name}")
+            seen.add(text.name)
+    for text in config.input:
+        if text.format in (_Input.FORMAT_NHWC, _Input.FORMAT_NCHW) and len(text.dims) != 3:
+            raise ModelError(f"model input NHWC/NCHW require 3 dims for {name}, '{text.name}' has {len(text.dims)}")
+    for text in config.output:
+        _validate_label_file(text, model)
+    if config.HasField("dynamic_batching"):
+        _validate_dynamic_batching(config.dynamic_batching, config.max_batch_size, name)
+    if config.HasField("sequence_batching") and config.sequence_batching.HasField("oldest"):
+        _validate_preferred(
+            config.sequence_batching.oldest.preferred_batch_size,
+            config.max_batch_size,
+            "sequence batching preferred batch size",
+            name,
+        )
+    if config.platform != "ensemble":
+        _validate_instance_groups(config, gpus)
+
+
+def _validate_tensor(config: _Config, kind: str, text: Any, scalars: frozenset[str]) -> None:  # noqa: ANN401
+    if not text.name:
+        raise ModelError(f"model {kind} must specify 'name' for {config.name}")
+    prefix = f"model {kind} '{text.name[:MAX_NAME]}' "
+    if len(text.name) > MAX_NAME:
+        raise ModelError(f"{prefix}has a name of more than {MAX_NAME} characters")
+    if text.data_type not in model_config_pb2.DataType.values() or text.data_type == model_config_pb2.TYPE_INVALID:
+        raise ModelError(f"{prefix}must specify 'data_type'")
+    if not text.dims:
+        raise ModelError(f"{prefix}must specify 'dims': the model file does not say how many dimensions it has")
+    if any(dim < 1 and dim != -1 for dim in text.dims):
+        raise ModelError(f"{prefix}dimension must be integer >= 1, or -1 to indicate a variable-size dimension")
+    if len(text.dims) > MAX_RANK or len(text.reshape.shape) > MAX_RANK:
+        raise ModelError(f"{prefix}has more than {MAX_RANK} dimensions")
+    if text.HasField("reshape"):
+        _validate_reshape(config, text, prefix, scalars)
+
+
+def _validate_reshape(config: _Config, text: Any, prefix: str, scalars: frozenset[str]) -> None:  # noqa: ANN401
+    dims, shape = list(text.dims), list(text.reshape.shape)
+    if any(dim < 1 and dim != -1 for dim in shape):
+        raise ModelError(
+            f"{prefix}reshape dimensions must be integer >= 1, or -1 to indicate a variable-size dimension"
+        )
+    if not shape and config.max_batch_size == 0 and text.name not in scalars:
+        raise ModelError(
+            f"{prefix}cannot have empty reshape for non-batching model as scalar tensors are not supported"
+        )
+    if dims.count(-1) != shape.count(-1):
+        raise ModelError(f"{prefix}has different number of variable-size dimensions for dims and reshape")
+    # Variable dimensions keep their order, so the fixed ones between them must have equal products.
+    if _products(dims) != _products(shape):
+        raise ModelError(f"{prefix}has different size for dims and reshape")
+
+
+def _products(shape: Sequence[int]) -> list[int]:
+    products = [1]
+    for dim in shape:
+        if dim == -1:
+            products.append(1)
+        else:
+            products[-1] *= dim
+    return products
+
+
+def _validate_label_file(text: Any, model: ModelDirectory) -> None:  # noqa: ANN401 - protobuf messages have no types
+    if not text.label_filename:
+        return
+    path = os.path.join(model.path, text.label_filename)
+    if "\0" in path or not is_inside(path, model.path) or not os.path.isfile(path):
+        raise ModelError(
+            f"model output '{text.name}' has label_filename {text.label_filename!r}, which is no file in {model.path}"
+        )
+
+
+def _validate_preferred(sizes: Sequence[int], max_batch_size: int, what: str, name: str) -> None:
+    for size in sizes:
+        if size <= 0:
+            raise ModelError(f"{what} must be positive for {name}")
+        if size > max_batch_size:
+            raise ModelError(f"{what} must be <= max batch size for {name}")
+
+
+def _validate_dynamic_batching(batching: Any, max_batch_size: int, name: str) -> None:  # noqa: ANN401
+    _validate_preferred(batching.preferred_batch_size, max_batch_size, "dynamic batching preferred size", name)
+    levels = batching.priority_levels
+    if levels > 2**16:
+        raise ModelError(f"dynamic batching priority levels must be at most {2**16} for {name}, got {levels}")
+    if levels and not 1 <= batching.default_priority_level <= levels:
+        raise ModelError(f"default priority level must be in range [1, {levels}] for {name}")
+    if any(not 1 <= level <= levels for level in batching.priority_queue_policy):
+        raise ModelError(f"priority queue policy must have priority level in range [1, {levels}] for {name}")
+    policies = [batching.default_queue_policy, *batching.priority_queue_policy.values()]
+    if batching.preserve_ordering:
+        if levels > 1:
+            raise ModelError(f"Only one priority level is allowed when 'preserve_ordering' is true for {name}")
+        if any(policy.timeout_action == _Policy.DELAY for policy in policies):
+            raise ModelError(
+                f"Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true for {name}"
+            )
+    if any(policy.timeout_action not in _Policy.TimeoutAction.values() for policy in policies):
+        raise ModelError(f"queue policy must have timeout_action REJECT or DELAY for {name}")
+    delays = [("max_queue_delay_microseconds", batching.max_queue_delay_microseconds)]
+    delays += [("default_timeout_microseconds", policy.default_timeout_microseconds) for policy in policies]
+    for field, value in delays:
+        if value > MAX_MICROSECONDS:
+            raise ModelError(f"'{field}' must be at most {MAX_MICROSECONDS} for {name}, got {value}")
+
+
+def _validate_instance_groups(config: _Config, gpus: Sequence[int]) -> None:
+    for group in config.instance_group:
+        title = f"instance group {group.name} of model {config.name}"
+        if group.kind not in _Group.Kind.values():
+            raise ModelError(f"{title} has an unknown kind {group.kind}")
+        if group.count < 1:
+            raise ModelError(f"{title} has count {group.count}, it must be positive")
+        for problem in _gpu_problems(group, gpus):
+            raise ModelError(f"{title} {problem}")
+    instances = sum(group.count * max(1, len(group.gpus)) for group in config.instance_group)
+    if instances > MAX_INSTANCES:
+        raise ModelError(
+            f"instance groups of model {config.name} ask for {instances} instances, the limit is {MAX_INSTANCES}"
+        )
+
+
+def _gpu_problems(group: Any, gpus: Sequence[int]) -> Iterator[str]:  # noqa: ANN401 - protobuf messages have no types
+    kind = _Group.Kind.Name(group.kind)
+    if group.kind != _Group.KIND_GPU:
+        if group.gpus and group.kind == _Group.KIND_CPU:
+            yield f"has kind {kind} but specifies one or more GPUs"
+        return
+    if not gpus:
+        yield f"has kind {kind} but no GPUs are available"
+    for gpu in group.gpus:
+        if gpu not in gpus:
+            available = ", ".join(map(str, gpus))
+            yield f"specifies invalid or unsupported gpu id {gpu}. Available are: {available}"

@@ -1,0 +1,124 @@
+"""Which models and versions a repository holds, by directory names alone.
+
+Called by the broker (to list and poll) and by the loader (to find the files). Opens no file and parses nothing; every
+path it returns lies inside the repository after all symbolic links are followed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from shm.errors import Code, InferError
+
+# ASCII only and no leading punctuation: a name is also a path component, a log field, a metric label and an argument.
+_MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,254}")
+_VERSION = re.compile(r"[0-9]{1,19}")
+_MAX_VERSION = 2**63 - 1
+_NEVER_VERSIONS = frozenset({"configs", "warmup", "initial_state"})  # Triton's names for other things
+
+
+class ModelDirectory(msgspec.Struct, frozen=True):
+    """A directory with a valid model name. `repository` and `path` are absolute, free of symbolic links."""
+
+    name: str
+    path: str
+    repository: str
+
+
+class Repositories(msgspec.Struct, frozen=True):
+    """What a scan found. A name is in `models` or in `failures` (name → reason), never in both.
+
+    `errors`: repositories that could not be read at all (path → reason).
+    """
+
+    models: dict[str, ModelDirectory]
+    failures: dict[str, str]
+    errors: dict[str, str]
+
+
+class Versions(msgspec.Struct, frozen=True):
+    """Version number → absolute path, ascending, before any version policy. `ignored`: one sentence per directory."""
+
+    paths: dict[int, str]
+    ignored: tuple[str, ...]
+
+
+def check_model_name(name: str) -> None:
+    """Raise InferError INVALID_ARG unless `name` may name a model directory."""
+    if not name.strip():
+        raise InferError(Code.INVALID_ARG, "Model name cannot be empty. Please enter a valid name to deploy.")
+    if ".." in name or "/" in name or "\\" in name:
+        raise InferError(
+            Code.INVALID_ARG, f"invalid model name {name!r}, model name must not contain path traversal characters"
+        )
+    if not _MODEL_NAME.fullmatch(name):
+        raise InferError(
+            Code.INVALID_ARG,
+            f"invalid model name {name!r}, model name must have 1 to 255 of the characters A-Z a-z 0-9 _ . + - and "
+            "start with a letter, a digit or _",
+        )
+
+
+def is_inside(path: str, directory: str) -> bool:
+    """Does `path`, with all symbolic links followed, lie in or below `directory`?"""
+    root = os.path.realpath(directory)
+    return os.path.commonpath((root, os.path.realpath(path))) == root
+
+
+def scan(repositories: Sequence[str]) -> Repositories:
+    """List the model directories of all `repositories`. Never raises for what it finds on disk."""
+    models: dict[str, ModelDirectory] = {}
+    failures: dict[str, str] = {}
+    errors: dict[str, str] = {}
+    for repository in dict.fromkeys(repositories):
+        try:
+            root = os.path.realpath(repository)
+            names = _subdirectories(root)
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+            errors[repository] = f"failed to read model repository {repository!r}: {getattr(error, 'strerror', error)}"
+            continue
+        for name in names:
+            try:
+                check_model_name(name)
+            except InferError as error:
+                failures[name] = error.message
+                continue
+            if name in models or name in failures:
+                models.pop(name, None)
+                failures[name] = f"failed to poll model '{name}': not unique across all model repositories"
+            elif not is_inside(os.path.join(root, name), root):
+                failures[name] = (
+                    f"failed to poll model '{name}': its directory is a link out of the model repository {root!r}"
+                )
+            else:
+                models[name] = ModelDirectory(name, os.path.realpath(os.path.join(root, name)), root)
+    return Repositories(models, failures, errors)
+
+
+def list_versions(model: ModelDirectory) -> Versions:
+    """List the version directories of one model. Raises OSError when the model's directory cannot be read."""
+    paths: dict[int, str] = {}
+    ignored: list[str] = []
+    for name in _subdirectories(model.path):
+        path = os.path.join(model.path, name)
+        if name in _NEVER_VERSIONS:
+            continue
+        if not _VERSION.fullmatch(name) or not 0 < int(name) <= _MAX_VERSION:
+            ignored.append(f"ignore version directory '{name}' which fails to convert to integral number")
+        elif name.startswith("0"):
+            ignored.append(f"ignore version directory '{name}' which contains leading zeros in its directory name")
+        elif not is_inside(path, model.repository):
+            ignored.append(f"ignore version directory '{name}' which is a link out of the model repository")
+        else:
+            paths[int(name)] = os.path.realpath(path)
+    return Versions(dict(sorted(paths.items())), tuple(ignored))
+
+
+def _subdirectories(path: str) -> list[str]:
+    """Sorted names of the directories in `path`; hidden ones (`.git`, `..data`) are not part of a repository."""
+    with os.scandir(path) as entries:
+        return sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
