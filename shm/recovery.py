@@ -10,8 +10,9 @@ Precondition: the dead worker's pidfd is readable, so that none of its threads c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, final
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from shm.errors import Code
 from shm.layout import (
@@ -26,7 +27,7 @@ from shm.layout import (
     STARTED,
     SUBMISSION,
 )
-from shm.worker_channel import BoundPlan, Request, Verdict, WorkerChannel, admit
+from shm.worker_channel import Request, Verdict, WorkerChannel, admit
 
 DIED = "the worker died while it ran this request"
 
@@ -51,9 +52,9 @@ def recover(channel: WorkerChannel, now_ns: int) -> Recovered:
     _redo(channel)
     suspects: list[Request] = []
     fresh: list[Request] = []
-    for request, state, cancel in _unfinished(channel, now_ns):
+    for request, state, entry in _unfinished(channel, now_ns):
         verdict = _sentence(request, state, request.plan is not None and request.plan.retryable)
-        verdict = verdict or admit(request, cancel, now_ns)
+        verdict = verdict or admit(request, entry[12], now_ns)
         if verdict is not None:
             request.fail(*verdict)
             channel.complete((request,))
@@ -64,8 +65,6 @@ def recover(channel: WorkerChannel, now_ns: int) -> Recovered:
         (suspects if state == STARTED else fresh).append(request)
     channel.arm()
     channel.ring()  # the dead worker may have published without ringing
-    suspects.sort(key=lambda request: request.position)
-    fresh.sort(key=lambda request: request.position)
     return Recovered(suspects, fresh)
 
 
@@ -73,37 +72,35 @@ def bury(
     memory_fd: int, ledger_fd: int, pipe_fd: int, slots: int, retryable: Callable[[int], bool], now_ns: int
 ) -> list[Ending]:
     """The coroner's part: end what was running and must not run again; the rest waits for the replacement."""
-    channel = WorkerChannel(memory_fd, ledger_fd, -1, pipe_fd, slots, {})
-    _redo(channel)
     endings: list[Ending] = []
-    for request, state, _ in _unfinished(channel, now_ns):
-        word = _plan_word(channel, request.slot)
-        verdict = _sentence(request, state, retryable(word))
-        if verdict is not None:
-            request.fail(*verdict)
-            channel.complete((request,))
-            endings.append(Ending(word, request.attempts, verdict[1]))
-    channel.ring()
+    with contextlib.closing(WorkerChannel(memory_fd, ledger_fd, -1, pipe_fd, slots, {})) as channel:
+        _redo(channel)
+        for request, state, entry in _unfinished(channel, now_ns):
+            verdict = _sentence(request, state, retryable(entry[1]))
+            if verdict is not None:
+                request.fail(*verdict)
+                channel.complete((request,))
+                endings.append(Ending(entry[1], request.attempts, verdict[1]))
+        channel.ring()
     return endings
 
 
 def end_all(memory_fd: int, ledger_fd: int, pipe_fd: int, slots: int, code: Code, message: str, now_ns: int) -> int:
-    """No replacement can start: end everything taken and everything published. Returns how many endings."""
-    plans: Mapping[int, BoundPlan] = _Closed(code, message)
-    channel = WorkerChannel(memory_fd, ledger_fd, -1, pipe_fd, slots, plans)
-    _redo(channel)
+    """No replacement can start: end everything taken and everything published by now. Returns how many endings."""
     count = 0
-    for request, _, _ in _unfinished(channel, now_ns):
-        request.fail(code, message)
-        channel.complete((request,))
-        count += 1
-    while channel.pending():
-        taken: list[Request] = []
-        for request, admitted in channel.take(slots, now_ns, taken):
-            if not admitted:
-                channel.complete((request,))
-                count += 1
-    channel.ring()
+    with contextlib.closing(WorkerChannel(memory_fd, ledger_fd, -1, pipe_fd, slots, {})) as channel:
+        _redo(channel)
+        for request, _, _ in _unfinished(channel, now_ns):
+            request.fail(code, message)
+            channel.complete((request,))
+            count += 1
+        # Once, not until nothing is there: a client that goes on publishing must not hold the broker. Without plans
+        # nothing is admitted.
+        for request, _ in channel.take(4 * slots, now_ns, []):
+            request.fail(code, message)
+            channel.complete((request,))
+            count += 1
+        channel.ring()
     return count
 
 
@@ -119,7 +116,8 @@ def _redo(channel: WorkerChannel) -> None:
         slot, position = entry[1] & 0xFFFF, entry[1] >> 16
         if slot < geometry.slots:
             mark = ledger[MARK + slot]
-            if mark >> 16 == position:
+            # Forward only: what the client wrote there may neither revive a request nor name an empty mark.
+            if mark >> 16 == position and 0 < mark & 0xFF < DONE:
                 ledger[MARK + slot] = mark & ~0xFF | (DONE if entry[2] & FINAL else RESPONDED)
         number += 1
     ledger[LEDGER_CTAIL] = number
@@ -131,20 +129,22 @@ def _redo(channel: WorkerChannel) -> None:
     channel.resume(head, number)
 
 
-def _unfinished(channel: WorkerChannel, now_ns: int) -> Iterator[tuple[Request, int, int]]:
-    """(request, state, cancel word) of every mark that is not DONE; each becomes live on the channel."""
-    for slot in range(channel.geometry.slots):
-        mark = channel.ledger[MARK + slot]
+def _unfinished(channel: WorkerChannel, now_ns: int) -> Iterator[tuple[Request, int, tuple[int, ...]]]:
+    """(request, state, submission) of every mark that is not DONE, oldest first; each becomes live on the channel."""
+    geometry = channel.geometry
+    marks = channel.ledger[MARK : MARK + geometry.slots]
+    # By position: of two whose outputs overlap, the one that was admitted is the older.
+    for mark, slot in sorted((mark, slot) for slot, mark in enumerate(marks) if mark and mark & 0xFF != DONE):
         position, attempts, state = mark >> 16, mark >> 8 & 0xFF, mark & 0xFF
-        if not mark or state == DONE:
-            continue
-        entry = _submission(channel, slot)
+        entry = SUBMISSION.unpack_from(channel.memory, (geometry.submissions + 8 * slot) * 8)
         # The slot is the client's memory: it may hold another position by now. The ledger says which one was taken.
-        plan = channel.plans.get(entry[1]) if entry[0] == position else None
-        request = Request(channel, slot, (position, *entry[1:]), plan, now_ns)
+        plan = channel.plans.get(entry[1])
+        if entry[0] != position:
+            entry, plan = (position, *[0] * 12), None
+        request = Request(channel, slot, entry, plan, now_ns)
         request.attempts = attempts
         channel.live[slot] = request
-        yield request, state, entry[12]
+        yield request, state, entry
 
 
 def _sentence(request: Request, state: int, retryable: bool) -> Verdict | None:
@@ -156,40 +156,3 @@ def _sentence(request: Request, state: int, retryable: bool) -> Verdict | None:
     if state == STARTED and not retryable:
         return Code.UNAVAILABLE, f"{DIED}, and its model does not allow it to run twice"
     return None
-
-
-def _submission(channel: WorkerChannel, slot: int) -> tuple[int, ...]:
-    return SUBMISSION.unpack_from(channel.memory, (channel.geometry.submissions + 8 * slot) * 8)
-
-
-def _plan_word(channel: WorkerChannel, slot: int) -> int:
-    return _submission(channel, slot)[1]
-
-
-@final
-class _ClosedPlan:
-    """Refuses everything."""
-
-    input_positions = output_positions = rows = 0
-    retryable = False
-    busy = bytearray(1)
-
-    def __init__(self, verdict: Verdict) -> None:
-        self.closed: Verdict | None = verdict
-
-    def conflict(self, input_position: int, output_position: int) -> str:
-        return ""
-
-    def refused(self, now_ns: int) -> Verdict | None:
-        return None
-
-
-class _Closed(dict[int, BoundPlan]):
-    """Every plan word names a plan that refuses everything."""
-
-    def __init__(self, code: Code, message: str) -> None:
-        super().__init__()
-        self._plan = _ClosedPlan((code, message))
-
-    def get(self, key: int, default: object = None) -> _ClosedPlan:
-        return self._plan

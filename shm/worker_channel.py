@@ -48,13 +48,12 @@ class BoundPlan(Protocol):
     rows: int
     retryable: bool
     closed: Verdict | None  # why no request is taken any more
+    refused_until_ns: int  # CLOCK_MONOTONIC; 0 = not refused
+    signature: object  # equal for requests that may share a batch; None: runs alone
     busy: bytearray  # one byte per output position: a live request writes there
 
     def conflict(self, input_position: int, output_position: int) -> str:
         """The overlap with another live request's ranges, in words, or ""."""
-
-    def refused(self, now_ns: int) -> Verdict | None:
-        """Why requests are refused at this moment (checked only where `closed` is None)."""
 
 
 @final
@@ -83,6 +82,7 @@ class Request:
         "request_id",
         "rows",
         "sequence_id",
+        "signature",
         "slot",
         "started",
     )
@@ -95,6 +95,7 @@ class Request:
         self.channel = channel
         self.slot = slot
         self.plan = plan
+        self.signature = plan.signature if plan is not None else None
         self.position = entry[0]
         self.request_id = entry[2]
         self.deadline = entry[3]
@@ -115,7 +116,10 @@ class Request:
     def fail(self, code: Code, message: str) -> None:
         """Give the request its ending; `complete` publishes it."""
         self.code = code
-        self.note = message.encode()[:NOTE_BYTES]
+        note = message.encode(errors="replace")
+        if len(note) > NOTE_BYTES:
+            note = note[:NOTE_BYTES].decode(errors="ignore").encode()  # no half character
+        self.note = note
 
 
 def admit(request: Request, cancel: int, now: int) -> Verdict | None:
@@ -123,9 +127,13 @@ def admit(request: Request, cancel: int, now: int) -> Verdict | None:
     plan = request.plan
     if plan is None:
         return Code.NOT_FOUND, "the request names a plan that is not bound here: prepare it again"
-    verdict = plan.closed or plan.refused(now)
-    if verdict is not None:
-        return verdict
+    if plan.closed is not None:
+        return plan.closed
+    if now < plan.refused_until_ns:
+        return Code.UNAVAILABLE, (
+            "requests of this client for this model are refused for a minute: two of them ended a worker while running"
+            " alone"
+        )
     if request.input_position >= plan.input_positions or request.output_position >= plan.output_positions:
         return Code.INVALID_ARG, (
             f"position {request.input_position}/{request.output_position} is outside the plan's"
@@ -274,6 +282,7 @@ class WorkerChannel:
             out.append(request)
         else:
             request.fail(*verdict)
+            request.ended = request.code  # a cancel that follows it in the ring has nothing to end any more
             notable.append((request, False))
 
     def start(self, request: Request) -> None:
@@ -327,5 +336,6 @@ class WorkerChannel:
             pass
 
     def close(self) -> None:
-        """Drop the views; the mappings go with the last reference."""
+        """Drop plans and requests (which refer to the channel); the mappings go with the last reference."""
         self.plans = {}
+        self.live = [None] * self._geometry.slots

@@ -17,7 +17,10 @@ from shm.errors import Code
 from shm.layout import CODE_MASK, FINAL, Geometry
 from shm.memory import sealed_memfd
 from shm.sockets import close_all
-from shm.worker_channel import BoundPlan, Verdict, WorkerChannel
+from shm.worker_channel import BoundPlan, Request, Verdict, WorkerChannel
+
+PLAN = 7 << 32 | 3  # a plan word: generation 7, index 3
+NOW = 1_000_000  # what a test's worker takes for the time, in ns
 
 
 class Plan:
@@ -120,3 +123,17 @@ class Twin:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def submit(client: ClientChannel, output_position: int = 0, deadline_ns: int = 0) -> tuple[int, Pending]:
+    pending = Pending()
+    ident = client.submit(pending, PLAN, 0, output_position, 0, deadline_ns)
+    assert ident
+    return ident, pending
+
+
+def take(worker: WorkerChannel, limit: int = 100) -> list[Request]:
+    """Take what must all be admitted."""
+    out: list[Request] = []
+    assert worker.take(limit, NOW, out) == []
+    return out

@@ -1,0 +1,199 @@
+"""How the two sides of a channel wake each other, and threads that share one."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+
+from shm.errors import Code
+from shm.layout import FINAL, WAITING
+from tests.fakes.channel import PLAN, Plan, Twin, submit, take
+
+
+@pytest.fixture
+def twin():
+    with Twin(slots=4) as twin:
+        yield twin
+
+
+@pytest.fixture
+def client(twin):
+    return twin.client()
+
+
+@pytest.fixture
+def worker(twin):
+    return twin.worker({PLAN: Plan(output_positions=8)})
+
+
+def test_the_worker_is_rung_only_while_it_is_armed(twin, client, worker):
+    ident, _ = submit(client)
+    assert not twin.worker_was_rung()
+    worker.arm()
+    submit(client, 1)
+    assert twin.worker_was_rung()
+    client.cancel(ident)
+    assert twin.worker_was_rung()
+    worker.disarm()
+    submit(client, 2)
+    assert not twin.worker_was_rung()
+
+
+def test_the_client_is_rung_only_while_it_waits(twin, client, worker):
+    submit(client)
+    submit(client, 1)
+    first, second = take(worker)
+    worker.complete([first])
+    assert not twin.client_was_rung()
+    assert client.rest()  # there already: do not go to sleep
+    client.reap()
+    assert not client.rest()
+    worker.complete([second])
+    assert twin.client_was_rung()
+    client.stir()
+    assert worker.words[WAITING] == 0
+    client.drain_pipe()
+    assert not twin.client_was_rung()
+    client.drain_pipe()
+    assert not client.gone
+
+
+def test_wait_returns_at_once_when_completions_are_there(client, worker):
+    submit(client)
+    worker.complete(take(worker))
+    client.wait(3600)
+    assert client.reap() == 1
+
+
+@pytest.mark.parametrize("spin_s", [0.0, 1e-6])
+def test_wait_sleeps_on_the_pipe_and_empties_it(twin, worker, spin_s):
+    client = twin.client(spin_s)
+    submit(client)
+    requests = take(worker)
+    client.rest()
+    worker.complete(requests)
+    client.wait(3600)
+    assert client.reap() == 1
+    worker.ring()
+    client.wait(3600)  # returns for a ring without a completion too: the caller looks and waits again
+    assert not twin.client_was_rung()
+    assert (client.gone, client.lost_wakeups) == (False, 0)
+
+
+def test_wait_notices_that_broker_and_worker_are_gone(twin, client, worker):
+    _, pending = submit(client)
+    _, ended = submit(client, 1)
+    worker.complete(take(worker)[1:])
+    twin.hang_up()
+    client.reap()
+    client.wait(3600)
+    assert client.gone
+    assert client.abandoned() == [pending]
+    assert client.outstanding == 0
+    assert ended.code is Code.OK
+    assert client.abandoned() == []
+
+
+def test_a_hang_up_behind_a_ring_is_noticed_at_the_next_wait(twin, client, worker):
+    worker.ring()
+    twin.hang_up()
+    client.wait(3600)
+    assert not client.gone
+    client.wait(3600)
+    assert client.gone
+
+
+def test_drain_pipe_notices_a_hang_up(twin, client):
+    twin.hang_up()
+    client.drain_pipe()
+    assert client.gone
+
+
+def test_a_wake_up_by_the_bound_with_work_present_is_counted(client, worker):
+    submit(client)
+    requests = take(worker)
+
+    class Deaf:
+        """A completion comes while the client sleeps, and the ring does not."""
+
+        def poll(self, timeout_ms: float) -> list[tuple[int, int]]:
+            assert timeout_ms == 50
+            worker.complete(requests)
+            return []
+
+    client._poller = Deaf()
+    client.wait(3600)
+    assert client.lost_wakeups == 1
+    assert client.reap() == 1
+
+
+def test_neither_side_ever_blocks_on_a_bell(twin, client, worker):
+    worker.arm()
+    worker.words[WAITING] = 1
+    for _ in range(100_000):  # more than a pipe holds
+        worker.ring()
+    os.eventfd_write(twin.bell_fd, 2**64 - 2)  # the most that its counter holds
+    submit(client)  # the counter is full
+    worker.complete(take(worker))
+    assert client.reap() == 1
+
+
+def test_ringing_a_client_that_is_gone_is_harmless(twin, worker):
+    os.close(twin.pipe_read)
+    twin.pipe_read = os.dup(twin.bell_fd)
+    worker.ring()
+
+
+# --- threads --------------------------------------------------------------------------------------------------------
+
+
+def test_threads_submit_while_one_reaps(twin, client, worker):
+    each, threads = 60, 3
+    room = threading.Semaphore(4)
+    settled: list[tuple[int, ...]] = []
+    failures: list[str] = []
+
+    class Settled:
+        def settle(self, entry: tuple[int, ...], note: bytes) -> None:
+            settled.append(entry)
+            room.release()
+
+    def run(number: int) -> None:
+        for count in range(each):
+            if not room.acquire(timeout=30):
+                failures.append("no room")
+                return
+            ident = client.submit(Settled(), PLAN, 0, number, 0, 0, request_id=number << 32 | count)
+            if not ident:
+                failures.append("full")
+                return
+
+    plan = worker.plans[PLAN]
+    plan.conflict = lambda *_: ""  # each thread has several requests on its position
+    submitters = [threading.Thread(target=run, args=(number,)) for number in range(threads)]
+    for thread in submitters:
+        thread.start()
+    taken: list[int] = []
+    give_up = time.monotonic() + 30
+    while len(settled) < threads * each and time.monotonic() < give_up and not failures:
+        requests = take(worker)
+        for request in requests:
+            worker.start(request)
+            request.copied = request.request_id
+        taken.extend(request.request_id for request in requests)
+        worker.complete(requests)
+        with client.role:
+            client.reap()
+    for thread in submitters:
+        thread.join()
+    assert failures == []
+    expected = [number << 32 | count for number in range(threads) for count in range(each)]
+    assert sorted(entry[7] for entry in settled) == expected
+    for number in range(threads):  # each thread's requests in its order
+        own = [request_id for request_id in taken if request_id >> 32 == number]
+        assert own == sorted(own)
+    assert all(entry[2] == FINAL for entry in settled)
+    assert (client.outstanding, worker.broken, worker.refused) == (0, "", 0)
