@@ -199,7 +199,9 @@ def _unpack(archive: Path, asset: Asset, part: Path) -> None:
         raise AssetError(f"{archive.name} holds no file {asset.member}")
     digest = hashlib.sha256(data).hexdigest()
     if digest != asset.sha256:
-        raise AssetError(f"{asset.member} of {archive.name} is not the file expected: sha256 {digest}, not {asset.sha256}")
+        raise AssetError(
+            f"{asset.member} of {archive.name} is not the file expected: sha256 {digest}, not {asset.sha256}"
+        )
     part.write_bytes(data)
     os.replace(part, _path(asset))  # another process may be reading or fetching the same file
 
