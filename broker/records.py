@@ -61,6 +61,7 @@ class RegionEntry:
     owner_pid: int = 0
     owner_uid: int = 0
     key: str = ""  # POSIX name of a system region
+    token: str = ""  # under which other sessions may open it
     source: tuple[int, int] | None = None  # (region, generation) that this one was opened from by a token
     draining: bool = False  # retired; some worker has not acknowledged it yet
 

@@ -1,6 +1,6 @@
 """The run directory: where a broker and its clients meet, and the lock that makes sure only one broker is there.
 
-Owned by `broker.server`; `broker.status_command` only locates it. It must not know what is said over the socket.
+Owned by `broker.server`. It must not know what is said over the socket.
 
 The lock, not a pid file, tells whether a broker lives: the kernel drops it with the process. The socket is replaced
 only under the lock *and* after nobody answered on it, because files in a temporary directory can be cleaned away
@@ -15,12 +15,11 @@ import fcntl
 import os
 import socket
 import stat
-import tempfile
 from typing import final
 
 from shm import sockets
+from shm.run_directory import SOCKET
 
-SOCKET = "broker.sock"
 LOCK = "broker.lock"
 BACKLOG = 128
 
@@ -36,18 +35,6 @@ class AlreadyRunning(RunDirectoryError):
         who = f"pid {pid}" if pid > 0 else "pid unknown"
         super().__init__(f"already running ({who}) in {path}; give this one another --directory, or stop that one")
         self.pid = pid
-
-
-def locate(directory: str | None = None) -> str:
-    """The run directory's path: `directory`, else $TENSORBROKER_DIR, else below $XDG_RUNTIME_DIR, else per uid in tmp.
-
-    Clients look for it by the same rule. Nothing is created.
-    """
-    if chosen := directory or os.environ.get("TENSORBROKER_DIR"):
-        return os.path.abspath(chosen)
-    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
-        return os.path.join(runtime, "tensorbroker")
-    return os.path.join(tempfile.gettempdir(), f"tensorbroker-{os.getuid()}")
 
 
 @final

@@ -6,19 +6,8 @@ import stat
 
 import pytest
 
-from broker.run_directory import AlreadyRunning, RunDirectory, RunDirectoryError, locate
+from broker.run_directory import AlreadyRunning, RunDirectory, RunDirectoryError
 from shm import sockets
-
-
-def test_locate_prefers_argument_then_environment_then_runtime_then_tmp(monkeypatch):
-    monkeypatch.setenv("TENSORBROKER_DIR", "/a/env")
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "/a/xdg")
-    assert locate("/a/argument") == "/a/argument"
-    assert locate() == "/a/env"
-    monkeypatch.delenv("TENSORBROKER_DIR")
-    assert locate() == "/a/xdg/tensorbroker"
-    monkeypatch.delenv("XDG_RUNTIME_DIR")
-    assert locate().endswith(f"/tensorbroker-{os.getuid()}")
 
 
 def test_claim_creates_a_private_directory_and_socket(tmp_path):

@@ -1,0 +1,256 @@
+"""What each request of a session does: one function per type, looked up in a table.
+
+The service behind every `broker.sessions.Session`. It translates between messages and the parts that own the truth
+(models, registry, plans, channels); it keeps no state of its own but the progress of the start-up load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol, final
+
+from broker.channels import Channels
+from broker.plans import ModelLookup, Plans
+from broker.records import Peer, RegionEntry
+from broker.registry import Registry, record
+from broker.sessions import Answer, Session
+from shm import messages
+from shm.errors import Code, InferError
+from shm.messages import PROTOCOL, Message, ModelMetadata, Request, Starting
+from shm.sockets import close_all
+
+log = logging.getLogger(__name__)
+
+
+class Models(ModelLookup, Protocol):
+    """What control messages need of the models."""
+
+    def all(self) -> list[ModelMetadata]:
+        """Every model version that is known."""
+
+    async def load(self, model: str) -> None:
+        """Load or reload. Raises InferError with Triton's texts."""
+
+    async def unload(self, model: str) -> None:
+        """Raises InferError with Triton's texts."""
+
+    def statistics(self, model: str = "", version: str = "") -> list[dict[str, Any]]:
+        """`model_stats` in Triton's JSON form."""
+
+
+@final
+class Control:
+    """Answers requests. `status` makes the document of GetStatus."""
+
+    def __init__(
+        self,
+        *,
+        models: Models,
+        registry: Registry,
+        plans: Plans,
+        channels: Channels,
+        status: Callable[[], dict[str, Any]],
+        epoch: str,
+        version: str,
+    ) -> None:
+        self.models = models
+        self.registry = registry
+        self.plans = plans
+        self.channels = channels
+        self.status = status
+        self.exiting = False
+        self._epoch = epoch
+        self._version = version
+        self._progress = (0, 0)
+        self._changed = asyncio.Event()
+        self._started = False
+
+    # --- start-up --------------------------------------------------------------------------------------------------
+
+    def report(self, done: int, total: int) -> None:
+        """The start-up load has come so far: everybody who waits for Welcome is told."""
+        self._progress = (done, total)
+        self._wake()
+
+    def started(self) -> None:
+        """The start-up load has ended: sessions are welcome."""
+        self._started = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def welcome(self, session: Session) -> Message:
+        """The reply to Hello, after Starting notices for as long as the start-up load runs."""
+        while not self._started:
+            done, total = self._progress
+            session.send(Starting(done=done, total=total))
+            await self._changed.wait()
+        return messages.Welcome(
+            protocol=PROTOCOL, epoch=self._epoch, session=session.peer.session, version=self._version
+        )
+
+    # --- requests --------------------------------------------------------------------------------------------------
+
+    async def answer(self, peer: Peer, request: Request, fds: list[int]) -> Answer:
+        """The reply to `request`. Takes `fds` over. Raises InferError, OSError."""
+        if self.exiting:
+            close_all(fds)
+            raise InferError(Code.UNAVAILABLE, "Server exiting")
+        if isinstance(request, messages.RegisterPool):
+            return _region_info(register_pool(self, peer, request, fds))
+        return await _ANSWERS[type(request)](self, peer, request)
+
+    async def end(self, peer: Peer) -> None:
+        """Give back what a session holds: channels first, since nothing else is free while a worker is in them."""
+        try:
+            await self.channels.end(peer.session)
+            self.plans.end(peer.session)
+            await self.registry.unregister(peer.session)
+        except InferError as error:
+            log.warning("end of session %d: %s", peer.session, error.message)
+        except Exception:
+            log.exception("end of session %d", peer.session)
+
+
+def register_pool(control: Control, peer: Peer, request: messages.RegisterPool, fds: list[int]) -> RegionEntry:
+    """Admit the memfd that came along."""
+    if len(fds) != 1:
+        close_all(fds)
+        raise InferError(
+            Code.INVALID_ARG,
+            f"RegisterPool needs exactly one descriptor, the pool's memfd; {len(fds)} came with region "
+            f"'{request.name}'",
+        )
+    return control.registry.register_pool(peer, request.name, request.byte_size, fds[0])
+
+
+async def register_system(control: Control, peer: Peer, request: messages.RegisterSystem) -> Answer:
+    """Open a POSIX name on the client's behalf; it gets the same open file."""
+    entry = await control.registry.register_system(peer, request.name, request.key, request.byte_size, request.offset)
+    return _region_info(entry, entry.fd)
+
+
+async def share_region(control: Control, peer: Peer, request: messages.ShareRegion) -> Answer:
+    """The token with which other sessions of the same uid can open the region."""
+    return Answer(messages.Token(token=control.registry.share(peer.session, request.name)))
+
+
+async def open_region(control: Control, peer: Peer, request: messages.OpenRegion) -> Answer:
+    """Another session's shared region, under a name of this session."""
+    entry = control.registry.open(peer, request.name, request.token)
+    return _region_info(entry, entry.fd)
+
+
+async def unregister(control: Control, peer: Peer, request: messages.Unregister) -> Answer:
+    """Answered when no worker will use the region for a new request."""
+    await control.registry.unregister(peer.session, request.name)
+    return Answer(messages.Done())
+
+
+async def list_regions(control: Control, peer: Peer, request: messages.ListRegions) -> Answer:
+    """The session's own regions."""
+    return Answer(messages.Regions(regions=tuple(record(entry) for entry in control.registry.of(peer.session))))
+
+
+async def prepare(control: Control, peer: Peer, request: messages.Prepare) -> Answer:
+    """Check a plan and bind it."""
+    return Answer(await control.plans.prepare(peer.session, request))
+
+
+async def release(control: Control, peer: Peer, request: messages.Release) -> Answer:
+    """Forget a plan."""
+    control.plans.release(peer.session, request.index, request.generation)
+    return Answer(messages.Done())
+
+
+async def open_channel(control: Control, peer: Peer, request: messages.OpenChannel) -> Answer:
+    """A channel that its worker watches by now."""
+    channel, pipe_read = await control.channels.open(peer, request.worker, request.slots)
+    reply = messages.ChannelInfo(channel=channel.channel, worker=request.worker, slots=channel.slots)
+    return Answer(reply, (channel.memory, channel.bell, pipe_read), owned=(pipe_read,))
+
+
+async def close_channel(control: Control, peer: Peer, request: messages.CloseChannel) -> Answer:
+    """Answered when the worker is idle on it."""
+    await control.channels.close(peer.session, request.channel)
+    return Answer(messages.Done())
+
+
+async def get_models(control: Control, peer: Peer, request: messages.GetModels) -> Answer:
+    """Every model that is known, ready or not."""
+    return Answer(messages.Models(models=tuple(control.models.all())))
+
+
+async def get_model(control: Control, peer: Peer, request: messages.GetModel) -> Answer:
+    """One model version, the latest for \"\"."""
+    return Answer(messages.Models(models=(control.models.metadata(request.model, request.version),)))
+
+
+async def get_statistics(control: Control, peer: Peer, request: messages.GetStatistics) -> Answer:
+    """Counters of one model or of all."""
+    statistics = control.models.statistics(request.model, request.version)
+    return Answer(messages.Statistics(model_stats=tuple(statistics)))
+
+
+async def get_status(control: Control, peer: Peer, request: messages.GetStatus) -> Answer:
+    """What `tensorbroker status` prints."""
+    return Answer(messages.Status(status=control.status()))
+
+
+async def load_model(control: Control, peer: Peer, request: messages.LoadModel) -> Answer:
+    """Load or reload a model; goes on if the client leaves."""
+    await _to_the_end(control.models.load(request.model))
+    return Answer(messages.Done())
+
+
+async def unload_model(control: Control, peer: Peer, request: messages.UnloadModel) -> Answer:
+    """Unload a model; goes on if the client leaves."""
+    await _to_the_end(control.models.unload(request.model))
+    return Answer(messages.Done())
+
+
+def _region_info(entry: RegionEntry, *fds: int) -> Answer:
+    reply = messages.RegionInfo(
+        name=entry.name,
+        kind=entry.kind,
+        region=entry.region,
+        generation=entry.generation,
+        byte_size=entry.byte_size,
+        offset=entry.offset,
+        file_size=entry.file_size,
+        writable=entry.writable,
+    )
+    return Answer(reply, fds)
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Wait for `work`, which is not cancelled with whoever waits."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        raise
+
+
+_ANSWERS: dict[type[Message], Callable[[Control, Peer, Any], Awaitable[Answer]]] = {
+    messages.RegisterSystem: register_system,
+    messages.ShareRegion: share_region,
+    messages.OpenRegion: open_region,
+    messages.Unregister: unregister,
+    messages.ListRegions: list_regions,
+    messages.Prepare: prepare,
+    messages.Release: release,
+    messages.OpenChannel: open_channel,
+    messages.CloseChannel: close_channel,
+    messages.GetModels: get_models,
+    messages.GetModel: get_model,
+    messages.GetStatistics: get_statistics,
+    messages.GetStatus: get_status,
+    messages.LoadModel: load_model,
+    messages.UnloadModel: unload_model,
+}

@@ -1,0 +1,180 @@
+"""The truth about plans: what each session has prepared, at which worker it is bound, and what is refused.
+
+Called by `broker.control` for Prepare and Release, by `broker.sessions` at a session's end, and by the coroner, which
+asks what a dead worker's requests were. A submission names a plan by one word: `index | generation << 32`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Protocol, final
+
+from broker.plan_check import check
+from broker.registry import RegionWorker, Registry
+from broker.repository.config import ModelConfig
+from broker.worker.messages import BindPlan
+from shm.errors import Code, InferError
+from shm.messages import ModelMetadata, Prepare, Prepared
+
+MAX_PLANS = 4096  # per session
+_GENERATIONS = 2**32 - 1  # the word has 32 bits for it; 0 is never used
+
+
+class PlanWorker(RegionWorker, Protocol):
+    """What plans need of a worker."""
+
+    async def bind_plan(self, message: BindPlan) -> None:
+        """Returns when the worker's process can take submissions of the plan."""
+
+    def drop_plan(self, session: int, index: int, generation: int) -> None:
+        """Forget a plan; its requests in flight end as usual."""
+
+
+class ModelLookup(Protocol):
+    """What plans need of the models."""
+
+    def metadata(self, model: str, version: str = "") -> ModelMetadata:
+        """Raises InferError with Triton's lookup texts."""
+
+    def config(self, model: str, version: str = "") -> tuple[ModelConfig, int]:
+        """The final configuration and the version it resolves to."""
+
+    def worker_for(self, model: str, version: str) -> PlanWorker:
+        """The worker that serves it."""
+
+
+@final
+@dataclass(slots=True)
+class _Plan:
+    message: BindPlan
+    worker: PlanWorker
+
+
+@final
+@dataclass(slots=True)
+class _Table:
+    """Plans of one session. An index is reused with the next generation, so a late submission names nothing."""
+
+    plans: dict[int, _Plan] = field(default_factory=dict)
+    generations: list[int] = field(default_factory=list)  # last one given out, by index
+    free: list[int] = field(default_factory=list)
+
+    def take(self) -> tuple[int, int]:
+        if self.free:
+            index = self.free.pop()
+        elif len(self.generations) < MAX_PLANS:
+            index = len(self.generations)
+            self.generations.append(0)
+        else:
+            raise InferError(
+                Code.UNAVAILABLE, f"too many plans: a session has at most {MAX_PLANS}; release some, or use slots=N"
+            )
+        self.generations[index] = self.generations[index] % _GENERATIONS + 1
+        return index, self.generations[index]
+
+
+@final
+class Plans:
+    """All plans of all sessions."""
+
+    def __init__(self, models: ModelLookup, registry: Registry) -> None:
+        self._models = models
+        self._registry = registry
+        self._tables: dict[int, _Table] = {}
+        self._refused: dict[tuple[int, str], int] = {}  # (session, model) → until when, CLOCK_MONOTONIC ns
+
+    async def prepare(self, session: int, request: Prepare) -> Prepared:
+        """Check the plan, have its worker map what it names, bind it there; returns when the worker knows it."""
+        metadata = self._models.metadata(request.model, request.version)
+        worker = self._models.worker_for(request.model, request.version)
+        if request.worker not in ("", worker.key):
+            raise InferError(
+                Code.INVALID_ARG, f"model '{request.model}' is served by worker '{worker.key}', not '{request.worker}'"
+            )
+        checked = check(metadata, request, lambda name: self._registry.find(session, name))
+        config, version = self._models.config(request.model, request.version)
+        table = self._tables.setdefault(session, _Table())
+        index, generation = table.take()
+        message = BindPlan(
+            session=session,
+            index=index,
+            generation=generation,
+            model=request.model,
+            version=version,
+            inputs=checked.inputs,
+            outputs=checked.outputs,
+            input_positions=request.input_positions,
+            output_positions=request.output_positions,
+            rows=checked.rows,
+            follow_latest=not request.version,
+            refused_until_ns=self.refused_until_ns(session, request.model),
+            retryable=config.retryable,
+        )
+        table.plans[index] = plan = _Plan(message, worker)
+        try:
+            await self._registry.map_at(worker, checked.regions)
+            await worker.bind_plan(message)
+        except BaseException:
+            self._drop(session, plan)
+            raise
+        return Prepared(
+            index=index, generation=generation, worker=worker.key, model_version=str(version), rows=checked.rows
+        )
+
+    def release(self, session: int, index: int, generation: int) -> None:
+        """Forget a plan. Raises NOT_FOUND for one that this session does not have."""
+        plan = self._find(session, index, generation)
+        if plan is None:
+            raise InferError(Code.NOT_FOUND, f"no plan {index} of generation {generation} in this session")
+        self._drop(session, plan)
+
+    def end(self, session: int) -> None:
+        """Forget everything about a session."""
+        table = self._tables.get(session, _Table())
+        for plan in list(table.plans.values()):
+            self._drop(session, plan)
+        self._tables.pop(session, None)
+        self._refused = {key: until for key, until in self._refused.items() if key[0] != session}
+
+    def count(self, session: int) -> int:
+        """Number of plans of a session."""
+        return len(self._tables[session].plans) if session in self._tables else 0
+
+    # --- what the coroner asks -------------------------------------------------------------------------------------
+
+    def retryable(self, session: int, plan_word: int) -> bool:
+        """May a request of this plan that was running when its worker died be run once more?"""
+        plan = self._named_by(session, plan_word)
+        return plan is not None and plan.message.retryable
+
+    def model_of(self, session: int, plan_word: int) -> tuple[str, int] | None:
+        """(model, version) of a plan, None when it is gone."""
+        plan = self._named_by(session, plan_word)
+        return None if plan is None else (plan.message.model, plan.message.version)
+
+    def refuse(self, session: int, model: str, until_ns: int) -> None:
+        """Requests of `session` for `model` killed workers: plans made until then carry that. CLOCK_MONOTONIC ns."""
+        if session in self._tables:
+            self._refused[session, model] = until_ns
+
+    def refused_until_ns(self, session: int, model: str) -> int:
+        """0, or until when requests of `session` for `model` are refused."""
+        until = self._refused.get((session, model), 0)
+        if until <= time.monotonic_ns():
+            self._refused.pop((session, model), None)
+            return 0
+        return until
+
+    def _find(self, session: int, index: int, generation: int) -> _Plan | None:
+        plan = self._tables[session].plans.get(index) if session in self._tables else None
+        return plan if plan is not None and plan.message.generation == generation else None
+
+    def _named_by(self, session: int, word: int) -> _Plan | None:
+        return self._find(session, word & 0xFFFF_FFFF, word >> 32)
+
+    def _drop(self, session: int, plan: _Plan) -> None:
+        table = self._tables[session]
+        del table.plans[plan.message.index]
+        table.free.append(plan.message.index)
+        plan.worker.drop_plan(session, plan.message.index, plan.message.generation)

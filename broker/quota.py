@@ -1,0 +1,64 @@
+"""How much memory clients may make this host hold for them: bytes in total and per uid, regions per uid.
+
+Charged by `broker.registry` (regions) and `broker.channels` (channel memory). Memfds do not count against the size of
+/dev/shm, so without this budget the only limit on registered memory would be the out-of-memory killer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import final
+
+from shm.errors import Code, InferError
+
+MAX_REGIONS = 16384  # per uid; the kernel's default of 65,530 mappings per worker process is shared by everybody
+
+
+@final
+class Quota:
+    """`limit` bytes, for each uid and for all together; `max_regions` regions for each uid."""
+
+    __slots__ = ("_regions", "_used", "limit", "max_regions", "total")
+
+    def __init__(self, limit: int, max_regions: int = MAX_REGIONS) -> None:
+        self.limit = limit
+        self.max_regions = max_regions
+        self.total = 0
+        self._used: Counter[int] = Counter()
+        self._regions: Counter[int] = Counter()
+
+    def take(self, uid: int, byte_size: int, what: str) -> None:
+        """Charge `byte_size` to `uid`. Raises INVALID_ARG when it can never fit, UNAVAILABLE when it does not now."""
+        if self.total + byte_size > self.limit:
+            code = Code.INVALID_ARG if byte_size > self.limit else Code.UNAVAILABLE
+            raise InferError(
+                code,
+                f"no memory quota for {what}: asked {byte_size} bytes, used {self.total} (by uid {uid}: "
+                f"{self._used[uid]}), limit {self.limit}. Unregister regions, or start the broker with a larger "
+                "--region-memory",
+            )
+        self.total += byte_size
+        self._used[uid] += byte_size
+
+    def give(self, uid: int, byte_size: int) -> None:
+        """Return what `take` charged."""
+        self.total -= byte_size
+        self._used[uid] -= byte_size
+        if not self._used[uid]:
+            del self._used[uid]
+
+    def take_region(self, uid: int) -> None:
+        """Count one more region of `uid`. Raises UNAVAILABLE at the cap."""
+        if self._regions[uid] >= self.max_regions:
+            raise InferError(
+                Code.UNAVAILABLE,
+                f"too many regions: uid {uid} has {self._regions[uid]}, the limit is {self.max_regions}. Unregister "
+                "some, or use ranges of fewer, larger regions",
+            )
+        self._regions[uid] += 1
+
+    def give_region(self, uid: int) -> None:
+        """Return what `take_region` counted."""
+        self._regions[uid] -= 1
+        if not self._regions[uid]:
+            del self._regions[uid]

@@ -1,0 +1,314 @@
+"""The truth about regions: who registered which memory under which name, who opened it, and who still maps it.
+
+Called by `broker.control` for sessions and by `broker.plans` to find what a plan names. It keeps one descriptor per
+region and never maps it: a client that truncates its file can kill whoever does.
+
+    names[session][name] → RegionEntry → fd
+                              ↑ source
+    a region opened by token is an entry of its own; it is retired with the entry it was opened from
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, final
+
+from broker.quota import Quota
+from broker.records import Peer, RegionEntry
+from shm import regions
+from shm.errors import Code, InferError
+from shm.messages import RegionRecord
+
+RESERVE_TIMEOUT_S = 30.0  # posix_fallocate costs about 0.13 s per GiB
+RESERVE_THREADS = 2
+
+
+class RegionWorker(Protocol):
+    """What regions need of a worker."""
+
+    key: str
+
+    async def add_region(self, entry: RegionEntry) -> None:
+        """Returns when the worker's process has mapped the region."""
+
+    async def retire_region(self, region: int, generation: int) -> None:
+        """Returns when no new request of the worker can use the region."""
+
+
+@final
+class Registry:
+    """All regions of all sessions. Methods that await survive the end of the session and of workers meanwhile."""
+
+    def __init__(self, quota: Quota) -> None:
+        self.quota = quota
+        self._names: dict[int, dict[str, RegionEntry]] = {}
+        self._tokens: dict[str, RegionEntry] = {}
+        self._draining: dict[int, RegionEntry] = {}  # by generation
+        self._mapped: dict[int, list[RegionWorker]] = {}  # by generation: who has been asked to map it
+        self._opened: dict[int, list[RegionEntry]] = {}  # by generation of the source
+        self._free: list[int] = []
+        self._indexes = itertools.count(1)
+        self._generations = itertools.count(1)
+        self._threads = ThreadPoolExecutor(RESERVE_THREADS, thread_name_prefix="reserve")
+
+    # --- looking ---------------------------------------------------------------------------------------------------
+
+    def find(self, session: int, name: str) -> RegionEntry:
+        """The live region `name` of `session`. Raises NOT_FOUND."""
+        entry = self._names.get(session, {}).get(name)
+        if entry is None:
+            raise InferError(Code.NOT_FOUND, f"Unable to find shared memory region: '{name}'")
+        return entry
+
+    def of(self, session: int) -> list[RegionEntry]:
+        """Regions of `session`, retired ones that some worker still has to acknowledge included."""
+        return [entry for entry in self if entry.session == session]
+
+    def __iter__(self) -> Iterator[RegionEntry]:
+        for names in self._names.values():
+            yield from names.values()
+        yield from self._draining.values()
+
+    # --- registering -----------------------------------------------------------------------------------------------
+
+    def register_pool(self, peer: Peer, name: str, byte_size: int, fd: int) -> RegionEntry:
+        """Admit a sealed memfd that the client made. Takes `fd` over, whatever happens."""
+        try:
+            self._admit(peer, name, byte_size)
+        except BaseException:
+            os.close(fd)
+            raise
+        try:
+            source = regions.check_pool(fd, byte_size)
+        except BaseException:
+            os.close(fd)
+            self._discharge(peer.uid, byte_size)
+            raise
+        return self._enter(peer, name, "pool", fd, byte_size, 0, source)
+
+    async def register_system(self, peer: Peer, name: str, key: str, byte_size: int, offset: int) -> RegionEntry:
+        """Open POSIX shared memory `key` on behalf of `peer` and make sure that all its pages exist."""
+        self._admit(peer, name, byte_size)
+        fd = -1
+        try:
+            fd, source = regions.open_system(name, key, byte_size, offset, peer.uid)
+            await self._reserve(fd, offset, byte_size)
+        except BaseException:
+            if fd >= 0:
+                os.close(fd)
+            self._discharge(peer.uid, byte_size)
+            raise
+        entry = self._enter(peer, name, "system", fd, byte_size, offset, source)
+        entry.key = key
+        return entry
+
+    def share(self, session: int, name: str) -> str:
+        """The token under which other sessions of the same uid can open region `name`; always the same one."""
+        entry = self.find(session, name)
+        if entry.source is not None:
+            raise InferError(
+                Code.INVALID_ARG, f"region '{name}' was opened from another session: ask its owner for the token"
+            )
+        if not entry.token:
+            entry.token = secrets.token_hex(16)
+            self._tokens[entry.token] = entry
+        return entry.token
+
+    def open(self, peer: Peer, name: str, token: str) -> RegionEntry:
+        """Give `peer` the shared region behind `token`, under a name of its own. Raises NOT_FOUND, ALREADY_EXISTS."""
+        owner = self._tokens.get(token)
+        if owner is None or owner.owner_uid != peer.uid:
+            raise InferError(
+                Code.NOT_FOUND,
+                "Unable to find shared memory region: no region is shared under this token; its owner may have "
+                "unregistered it or ended",
+            )
+        self._check_name(peer.session, name)
+        self.quota.take_region(peer.uid)  # its bytes are the owner's
+        try:
+            fd = os.dup(owner.fd)
+        except BaseException:
+            self.quota.give_region(peer.uid)
+            raise
+        entry = RegionEntry(
+            region=self._index(),
+            generation=next(self._generations),
+            name=name,
+            kind=owner.kind,
+            fd=fd,
+            byte_size=owner.byte_size,
+            offset=owner.offset,
+            file_size=owner.file_size,
+            device=owner.device,
+            inode=owner.inode,
+            writable=owner.writable,
+            session=peer.session,
+            owner_pid=peer.pid,
+            owner_uid=peer.uid,
+            source=owner.identity,
+        )
+        self._opened.setdefault(owner.generation, []).append(entry)
+        self._names.setdefault(peer.session, {})[name] = entry
+        return entry
+
+    # --- mapping and retiring --------------------------------------------------------------------------------------
+
+    async def map_at(self, worker: RegionWorker, entries: Iterable[RegionEntry]) -> None:
+        """Return when `worker` has all of `entries`. Raises NOT_FOUND if one is retired before that."""
+        for entry in entries:
+            if not entry.draining:
+                holders = self._mapped.setdefault(entry.generation, [])
+                if worker not in holders:
+                    holders.append(worker)
+                await worker.add_region(entry)
+            if entry.draining:
+                raise InferError(Code.NOT_FOUND, f"Unable to find shared memory region: '{entry.name}'")
+
+    async def unregister(self, session: int, name: str = "") -> None:
+        """Retire `name`, or all regions of `session` for "", and return when every worker has acknowledged.
+
+        Unknown names succeed. The name is free at once. What was opened from these regions is retired too.
+        """
+        names = self._names.get(session, {})
+        chosen = [names[name]] if name in names else list(names.values()) if not name else []
+        # By generation, because a session may open its own token.
+        retired = {e.generation: e for owner in chosen for e in (owner, *self._opened.get(owner.generation, ()))}
+        for entry in retired.values():
+            self._withdraw(entry)
+        # Shielded: the session may end, which must not leave an entry draining for good.
+        await asyncio.shield(asyncio.gather(*(self._drain(entry) for entry in retired.values())))
+
+    def close(self) -> None:
+        """Close every descriptor. Only when no worker runs any more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for entry in list(self):
+            entry.close()
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _check_name(self, session: int, name: str) -> None:
+        if name in self._names.get(session, {}):
+            raise InferError(Code.ALREADY_EXISTS, f"shared memory region '{name}' already in manager")
+
+    def _admit(self, peer: Peer, name: str, byte_size: int) -> None:
+        """Everything that can be refused before the memory is looked at; charges the quota."""
+        self._check_name(peer.session, name)
+        if byte_size == 0:
+            raise InferError(
+                Code.INVALID_ARG, f"failed to register shared memory region '{name}': invalid args: byte_size is 0"
+            )
+        self.quota.take_region(peer.uid)
+        try:
+            self.quota.take(peer.uid, byte_size, f"shared memory region '{name}'")
+        except InferError:
+            self.quota.give_region(peer.uid)
+            raise
+
+    def _discharge(self, uid: int, byte_size: int) -> None:
+        self.quota.give_region(uid)
+        self.quota.give(uid, byte_size)
+
+    def _enter(
+        self, peer: Peer, name: str, kind: str, fd: int, byte_size: int, offset: int, source: regions.FileIdentity
+    ) -> RegionEntry:
+        entry = RegionEntry(
+            region=self._index(),
+            generation=next(self._generations),
+            name=name,
+            kind=kind,
+            fd=fd,
+            byte_size=byte_size,
+            offset=offset,
+            file_size=source.file_size,
+            device=source.device,
+            inode=source.inode,
+            writable=source.writable,
+            session=peer.session,
+            owner_pid=peer.pid,
+            owner_uid=peer.uid,
+        )
+        self._names.setdefault(peer.session, {})[name] = entry
+        return entry
+
+    def _index(self) -> int:
+        return self._free.pop() if self._free else next(self._indexes)
+
+    def _withdraw(self, entry: RegionEntry) -> None:
+        """No new plan finds `entry` from here on; its name and its token are free."""
+        entry.draining = True
+        names = self._names[entry.session]
+        del names[entry.name]
+        if not names:
+            del self._names[entry.session]
+        self._tokens.pop(entry.token, None)
+        self._draining[entry.generation] = entry
+
+    async def _drain(self, entry: RegionEntry) -> None:
+        """Tell the workers that map `entry`, then forget it: descriptor, quota and index go back."""
+        workers = self._mapped.pop(entry.generation, [])
+        try:
+            results = await asyncio.gather(
+                *(worker.retire_region(*entry.identity) for worker in workers), return_exceptions=True
+            )
+        finally:
+            del self._draining[entry.generation]
+            self._opened.pop(entry.generation, None)
+            if entry.source is None:
+                self._discharge(entry.owner_uid, entry.byte_size)
+            else:
+                self.quota.give_region(entry.owner_uid)
+                siblings = self._opened.get(entry.source[1], [])
+                if entry in siblings:
+                    siblings.remove(entry)
+            entry.close()
+            self._free.append(entry.region)
+        for error in results:
+            if isinstance(error, BaseException):
+                raise error
+
+    async def _reserve(self, fd: int, offset: int, byte_size: int) -> None:
+        """Allocate the pages of the range, off the loop: a sparse file would kill the worker that touches it."""
+        duplicate = os.dup(fd)  # the thread's own: ours may be closed, and its number reused, before the thread starts
+        try:
+            done = self._threads.submit(_reserve_and_close, duplicate, offset, byte_size)
+        except BaseException:
+            os.close(duplicate)
+            raise
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(done), RESERVE_TIMEOUT_S)
+        except TimeoutError:
+            raise InferError(
+                Code.UNAVAILABLE,
+                f"allocating the {byte_size} bytes of this shared memory took longer than {RESERVE_TIMEOUT_S:.0f} s; "
+                "write to it once before registering it",
+            ) from None
+        finally:
+            if done.cancelled():  # it never ran
+                os.close(duplicate)
+
+
+def record(entry: RegionEntry, *, show_key: bool = True) -> RegionRecord:
+    """The row of `entry` for its owner; without `key`, for everybody else."""
+    return RegionRecord(
+        name=entry.name,
+        kind=entry.kind,
+        byte_size=entry.byte_size,
+        offset=entry.offset,
+        key=entry.key if show_key else "",
+        generation=entry.generation,
+        owner_pid=entry.owner_pid,
+        owner_uid=entry.owner_uid,
+        state="draining" if entry.draining else "active",
+    )
+
+
+def _reserve_and_close(fd: int, offset: int, byte_size: int) -> None:
+    try:
+        regions.reserve(fd, offset, byte_size)
+    finally:
+        os.close(fd)

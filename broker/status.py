@@ -1,0 +1,149 @@
+"""The document of `tensorbroker status --json`: what the broker, its workers, models, sessions and regions are doing.
+
+Made on request from the parts that own the facts; nothing is kept here. It shows no key and no path of a client.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, final
+
+import msgspec
+
+from broker.channels import Channels
+from broker.control import Models
+from broker.listener import Sessions
+from broker.plans import Plans
+from broker.records import RegionEntry
+from broker.registry import Registry, record
+from shm.errors import InferError
+from shm.messages import ModelMetadata
+from shm.statistics import IN_FLIGHT, LOST_WAKEUPS, RECOVERED, REFUSED, TAKEN
+
+
+class WorkerFacts(Protocol):
+    """What is shown of a worker."""
+
+    key: str
+    state: str
+    pid: int | None
+    restarts: int
+    last_death: str
+
+
+@final
+class StatusDocument:
+    """Call it for a fresh document: plain data that msgpack and JSON can carry."""
+
+    def __init__(
+        self,
+        *,
+        directory: str,
+        epoch: str,
+        version: str,
+        workers: Iterable[WorkerFacts],
+        models: Models,
+        registry: Registry,
+        plans: Plans,
+        channels: Channels,
+        worker_block: Callable[[str], memoryview],
+    ) -> None:
+        """`worker_block` gives the words of a worker's own block in the statistics page."""
+        self._broker = {"pid": os.getpid(), "epoch": epoch, "version": version, "directory": directory}
+        self._started = time.monotonic()
+        self._workers = workers
+        self._models = models
+        self._registry = registry
+        self._plans = plans
+        self._channels = channels
+        self._worker_block = worker_block
+        self.sessions: Sessions | None = None  # set once they exist: they answer with this document
+
+    def __call__(self) -> dict[str, Any]:
+        """The document of this moment."""
+        return {
+            "broker": {**self._broker, "uptime_s": round(time.monotonic() - self._started, 3)},
+            "workers": [self._worker(worker) for worker in self._workers],
+            "models": [self._model(model) for model in self._models.all()],
+            "sessions": self._sessions(),
+            "regions": [self._region(entry) for entry in self._registry],
+            "quotas": self._quotas(),
+            "counters": self._counters(),
+        }
+
+    def _worker(self, worker: WorkerFacts) -> dict[str, Any]:
+        words = self._worker_block(worker.key)
+        return {
+            "key": worker.key,
+            "state": worker.state,
+            "pid": worker.pid,
+            "restarts": worker.restarts,
+            "last_death": worker.last_death,
+            "in_flight": words[IN_FLIGHT],
+            "requests": words[TAKEN],
+            "refused": words[REFUSED],
+            "recovered": words[RECOVERED],
+            "lost_wakeups": words[LOST_WAKEUPS],
+        }
+
+    def _model(self, model: ModelMetadata) -> dict[str, Any]:
+        facts: dict[str, Any] = {
+            "name": model.name,
+            "version": model.version,
+            "state": model.state,
+            "reason": model.reason,
+            "workers": list(model.workers),
+        }
+        try:
+            (counters,) = self._models.statistics(model.name, model.version)
+        except (InferError, ValueError):
+            return facts  # never loaded: there is nothing to count
+        ended = {name: counters["inference_stats"][name]["count"] for name in ("success", "fail")}
+        own = ("pending", "cancelled", "expired", "retried", "inference_count", "execution_count", "copied_bytes")
+        return {**facts, **ended, **{name: counters[name] for name in own}}
+
+    def _sessions(self) -> list[dict[str, Any]]:
+        regions: Counter[int] = Counter()
+        region_bytes: Counter[int] = Counter()
+        for entry in self._registry:
+            regions[entry.session] += 1
+            region_bytes[entry.session] += entry.byte_size
+        return [
+            {
+                "id": session.peer.session,
+                "pid": session.peer.pid,
+                "uid": session.peer.uid,
+                "library": session.library,
+                "regions": regions[session.peer.session],
+                "region_bytes": region_bytes[session.peer.session],
+                "channels": len(self._channels.of(session.peer.session)),
+                "plans": self._plans.count(session.peer.session),
+            }
+            for session in self.sessions or ()
+        ]
+
+    def _region(self, entry: RegionEntry) -> dict[str, Any]:
+        return {**msgspec.to_builtins(record(entry, show_key=False)), "session": entry.session}
+
+    def _quotas(self) -> dict[str, Any]:
+        quota = self._registry.quota
+        return {
+            "memory_limit": quota.limit,
+            "memory_used": quota.total,
+            "regions_per_uid": quota.max_regions,
+            "sessions_limit": self.sessions.limit if self.sessions else 0,
+            "sessions": len(self.sessions) if self.sessions else 0,
+        }
+
+    def _counters(self) -> dict[str, Any]:
+        if self.sessions is None:
+            return {}
+        errors = self.sessions.protocol_errors + sum(session.protocol_errors for session in self.sessions)
+        return {
+            "sessions_accepted": self.sessions.accepted,
+            "sessions_refused": self.sessions.refused,
+            "protocol_errors": errors,
+        }
