@@ -5,11 +5,11 @@ The broker is trusted: the worker checks nothing here that the broker has checke
 
 Broker → worker:                         descriptors
     Start                                statistics memfd
-    LoadInstances, UnloadModel           –
+    LoadInstances, UnloadModel           -
     AddRegion                            the region's descriptor
-    RetireRegion, BindPlan, DropPlan     –
+    RetireRegion, BindPlan, DropPlan     -
     AttachChannel                        channel memfd, ledger memfd, eventfd, write end of the client's pipe
-    DetachChannel, Drain                 –
+    DetachChannel, Drain                 -
 Worker → broker, unasked (id 0): Ready (once), ChannelBroken.
 """
 
@@ -170,12 +170,15 @@ _to_broker: msgspec.msgpack.Decoder[ToBroker] = msgspec.msgpack.Decoder(ToBroker
 
 
 def encode(message: LinkMessage) -> bytes:
+    """The datagram of any link message."""
     return _encoder.encode(message)
 
 
 def decode_to_worker(data: bytes) -> ToWorker:
+    """Used by the worker."""
     return _to_worker.decode(data)
 
 
 def decode_to_broker(data: bytes) -> ToBroker:
+    """Used by the broker."""
     return _to_broker.decode(data)

@@ -1,0 +1,108 @@
+"""Runtimes. One module each, importable without the others, found by entry point `tensorbroker.backends`.
+
+A backend module has `load(context) -> RuntimeModel`; a model that needs code of its own may bring it as
+`<model>/backend.py` with the same function. What a backend may not do: keep an operand's memory after `run` returned,
+or write an operand that is an input.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from broker.repository.config import InstanceGroup, ModelConfig
+from shm.errors import Code, InferError
+
+
+class Context(NamedTuple):
+    """What a backend loads: one instance of one version of a model."""
+
+    config: ModelConfig
+    version: int
+    directory: str  # of the version
+    group: InstanceGroup
+    name: str  # of the instance: "<group>_<n>"
+
+
+class Operand(NamedTuple):
+    """A tensor in memory that the caller keeps alive. `datatype` is KServe's name.
+
+    `memory` is the bytes as a 1-D uint8 array. For an output, `None` means: the runtime allocates it, because its
+    shape is not known before the run.
+    """
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    memory: npt.NDArray[np.uint8] | None
+
+
+class Binding(Protocol):
+    """Operands bound to a model once, run many times."""
+
+    def run(self) -> None:
+        """Run the model. Raises InferError, or whatever the runtime raises; outputs are then undefined."""
+
+    def results(self) -> list[npt.NDArray[np.generic]]:
+        """The outputs bound with memory None, in order: valid until the next `run` of this binding.
+
+        BYTES outputs come as object arrays of `bytes` or `str`; the caller serializes them.
+        """
+
+
+class RuntimeModel(Protocol):
+    """One loaded instance. Calls come from one thread at a time, not always the same."""
+
+    def bind(self, inputs: list[Operand], outputs: list[Operand]) -> Binding:
+        """Prepare a run on these operands. Raises InferError when the runtime cannot take them."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+
+class Backend(Protocol):
+    """A backend module."""
+
+    def load(self, context: Context) -> RuntimeModel:
+        """Load one instance. Raises InferError with a reason a user can act on."""
+
+
+def find(config: ModelConfig) -> Backend:
+    """The backend module of a model. Raises InferError when there is none or it cannot be imported."""
+    own = os.path.join(config.directory, "backend.py")
+    if os.path.exists(own):
+        return _from_file(own)
+    for entry in importlib.metadata.entry_points(group="tensorbroker.backends", name=config.backend):
+        try:
+            module: Backend = importlib.import_module(entry.value)
+        except ImportError as error:
+            raise InferError(
+                Code.UNAVAILABLE, f"backend '{config.backend}' of model '{config.name}' cannot be imported: {error}"
+            ) from None
+        return module
+    known = sorted({entry.name for entry in importlib.metadata.entry_points(group="tensorbroker.backends")})
+    raise InferError(
+        Code.INVALID_ARG,
+        f"unable to find backend library for backend '{config.backend}' of model '{config.name}'; installed: {known}",
+    )
+
+
+def _from_file(path: str) -> Backend:
+    spec = importlib.util.spec_from_file_location("tensorbroker_model_backend", path)
+    if spec is None or spec.loader is None:
+        raise InferError(Code.INVALID_ARG, f"{path} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InferError(Code.INTERNAL, f"{path} raised {type(error).__name__}: {error}") from None
+    if not callable(getattr(module, "load", None)):
+        raise InferError(Code.INVALID_ARG, f"{path} has no function 'load'")
+    found: Backend = module
+    return found

@@ -1,0 +1,179 @@
+"""ONNX Runtime on the CPU: IOBinding straight onto the operands' memory, no copy of ours.
+
+Tensors of strings have no memory that a runtime could read in place: models with BYTES operands are fed through
+`session.run` instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime
+
+from broker.worker.backends import Binding, Context, Operand
+from shm import datatypes
+from shm.errors import Code, InferError
+
+# onnx.TensorProto.DataType, by KServe name: `bind_input` takes the number, which also covers what numpy lacks (BF16).
+ELEMENT_TYPE = {
+    "FP32": 1, "UINT8": 2, "INT8": 3, "UINT16": 4, "INT16": 5, "INT32": 6, "INT64": 7, "BYTES": 8, "BOOL": 9,
+    "FP16": 10, "FP64": 11, "UINT32": 12, "UINT64": 13, "BF16": 16,
+}  # fmt: skip
+_ERRORS_ONLY = 3
+
+
+def load(context: Context) -> OnnxModel:
+    """A session of its own for every instance, as in Triton."""
+    path = os.path.join(context.directory, context.config.default_model_filename or "model.onnx")
+    try:
+        session = onnxruntime.InferenceSession(path, _options(context), providers=["CPUExecutionProvider"])
+    except Exception as error:  # the runtime raises classes of its own, not one base
+        raise InferError(Code.INTERNAL, f"onnx runtime error: {_first_line(error)}") from None
+    return OnnxModel(session)
+
+
+def _options(context: Context) -> Any:
+    parameters = context.config.parameters
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = _ERRORS_ONLY + 1  # errors come as exceptions, with their text
+    options.intra_op_num_threads = _count(parameters, "intra_op_thread_count")
+    options.inter_op_num_threads = _count(parameters, "inter_op_thread_count")
+    if parameters.get("execution_mode", "0") == "1":
+        options.execution_mode = onnxruntime.ExecutionMode.ORT_PARALLEL
+    options.enable_cpu_mem_arena = parameters.get("enable_mem_arena", "1") != "0"
+    options.enable_mem_pattern = parameters.get("enable_mem_pattern", "1") != "0"
+    # Pool threads that spin between runs take the cores that the clients of the same host need.
+    options.add_session_config_entry("session.intra_op.allow_spinning", parameters.get("allow_spinning", "0"))
+    return options
+
+
+def _count(parameters: dict[str, str], key: str) -> int:
+    text = parameters.get(key, "0")
+    if not text.isdigit():
+        raise InferError(Code.INVALID_ARG, f"model parameter '{key}' must be a number of threads, got '{text}'")
+    return int(text)
+
+
+@final
+class OnnxModel:
+    """One InferenceSession."""
+
+    __slots__ = ("_session",)
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    def bind(self, inputs: list[Operand], outputs: list[Operand]) -> Binding:
+        """Strings anywhere: feed; else pointers."""
+        if any(operand.datatype == "BYTES" for operand in (*inputs, *outputs)):
+            return _Feed(self._session, inputs, outputs)
+        return _Bound(self._session, inputs, outputs)
+
+    def close(self) -> None:
+        """The session goes with its last reference."""
+        self._session = None
+
+
+@final
+class _Bound:
+    """An IOBinding on raw pointers. Keeps the operands' arrays, so the memory cannot go before the binding."""
+
+    __slots__ = ("_io", "_kept", "_open", "_session", "run")
+
+    def __init__(self, session: Any, inputs: list[Operand], outputs: list[Operand]) -> None:
+        self._session = session
+        self._kept = (inputs, outputs)
+        self._io = session.io_binding()
+        self._open = [(operand.name, index) for index, operand in enumerate(outputs) if operand.memory is None]
+        try:
+            for operand in inputs:
+                self._io.bind_input(*_place(operand))
+            for operand in outputs:
+                if operand.memory is None:
+                    self._io.bind_output(operand.name, "cpu")
+                else:
+                    self._io.bind_output(*_place(operand))
+        except Exception as error:
+            raise InferError(Code.INVALID_ARG, f"onnx runtime error: {_first_line(error)}") from None
+        self.run = self._run_open if self._open else self._run_closed
+
+    def _run_closed(self) -> None:
+        self._session.run_with_iobinding(self._io)
+
+    def _run_open(self) -> None:
+        # The binding keeps what the last run allocated and would demand the same shape again.
+        for name, _ in self._open:
+            self._io.bind_output(name, "cpu")
+        self._session.run_with_iobinding(self._io)
+
+    def results(self) -> list[npt.NDArray[np.generic]]:
+        values = self._io.get_outputs()
+        return [_view(values[index], self._kept[1][index].datatype) for _, index in self._open]
+
+
+@final
+class _Feed:
+    """`session.run` with arrays: for models with string tensors."""
+
+    __slots__ = ("_inputs", "_outputs", "_results", "_session")
+
+    def __init__(self, session: Any, inputs: list[Operand], outputs: list[Operand]) -> None:
+        self._session = session
+        self._inputs = inputs
+        self._outputs = outputs
+        self._results: list[npt.NDArray[np.generic]] = []
+
+    def run(self) -> None:
+        feeds = {operand.name: _array(operand) for operand in self._inputs}
+        found = self._session.run([operand.name for operand in self._outputs], feeds)
+        self._results = []
+        for operand, value in zip(self._outputs, found, strict=True):
+            if operand.memory is None:
+                self._results.append(value)
+                continue
+            if value.shape != operand.shape:
+                raise InferError(
+                    Code.INTERNAL, f"output '{operand.name}' has shape {value.shape}, expected {operand.shape}"
+                )
+            operand.memory[:] = np.ascontiguousarray(value).view(np.uint8).reshape(-1)
+
+    def results(self) -> list[npt.NDArray[np.generic]]:
+        return self._results
+
+
+def _array(operand: Operand) -> npt.NDArray[Any]:
+    assert operand.memory is not None
+    if operand.datatype == "BYTES":
+        count = int(np.prod(operand.shape, dtype=object)) if operand.shape else 1
+        flat = datatypes.decode_bytes(operand.memory, count, operand.name)
+        # ONNX strings are UTF-8 by definition; surrogates carry other bytes through unchanged where they can.
+        texts = np.array([item.decode("utf-8", "surrogateescape") for item in flat], dtype=object)
+        return texts.reshape(operand.shape)
+    return operand.memory.view(datatypes.numpy_dtype(operand.datatype)).reshape(operand.shape)
+
+
+def _place(operand: Operand) -> tuple[str, str, int, int, tuple[int, ...], int]:
+    assert operand.memory is not None
+    address = operand.memory.__array_interface__["data"][0]
+    return operand.name, "cpu", 0, ELEMENT_TYPE[operand.datatype], operand.shape, address
+
+
+def _view(value: Any, datatype: str) -> npt.NDArray[np.generic]:
+    """The runtime's own memory as an array, without the copy that `OrtValue.numpy()` makes."""
+    shape = tuple(value.shape())
+    dtype = datatypes.numpy_dtype(datatype)
+    byte_size = datatypes.byte_size(datatype, shape)
+    if byte_size == 0:
+        return np.empty(shape, dtype)
+    raw = memoryview((ctypes.c_uint8 * byte_size).from_address(value.data_ptr()))
+    flat: npt.NDArray[Any] = np.frombuffer(raw, np.uint8).view(dtype)
+    return flat.reshape(shape)
+
+
+def _first_line(error: Exception) -> str:
+    """The runtime's text without its source paths."""
+    return str(error).strip().splitlines()[0][:400]

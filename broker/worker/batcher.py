@@ -1,0 +1,172 @@
+"""Which queued requests run together, and when. Pure: no thread, no clock, no model.
+
+`DynamicBatcher` follows Triton's dynamic batcher; `SingleQueue` is its default scheduler. The loop calls `take` when an
+instance is free, and again at `due`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Protocol, final
+
+from broker.repository.config import DynamicBatching
+
+
+class Queued(Protocol):
+    """What the batcher reads of a request. Times in ns of one monotonic clock; deadline 0 = none."""
+
+    rows: int
+    arrival: int
+    deadline: int
+    priority: int
+
+    @property
+    def signature(self) -> object:
+        """None: never shares a batch."""
+
+
+@final
+class SingleQueue:
+    """First come, first served, one request at a time."""
+
+    __slots__ = ("_queue",)
+
+    def __init__(self) -> None:
+        self._queue: deque[Queued] = deque()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def add(self, request: Queued) -> None:
+        """Queue behind all others."""
+        self._queue.append(request)
+
+    def take(self, now: int) -> list[Queued]:
+        """The oldest request, or []."""
+        return [self._queue.popleft()] if self._queue else []
+
+    def due(self) -> int:
+        """Never later than at once: 0."""
+        return 0
+
+    def remove(self, request: Queued) -> bool:
+        """Drop one request (cancelled); False when it is not queued any more."""
+        return _remove(self._queue, request)
+
+    def expired(self, now: int) -> list[Queued]:
+        """Take out every request whose deadline has passed."""
+        return _expire(self._queue, now)
+
+    def earliest_deadline(self) -> int:
+        """0 when no queued request has one."""
+        return min((request.deadline for request in self._queue if request.deadline), default=0)
+
+
+@final
+class DynamicBatcher:
+    """Requests concatenated along the batch dimension.
+
+    A batch is dispatched when it reaches a preferred size, cannot grow (maximum reached, or the next request has
+    another signature), or its oldest request has waited `max_queue_delay_microseconds`; with a delay of 0 whatever is
+    queued goes as soon as an instance is free. Order is kept within a priority level; level 1 comes first.
+    """
+
+    __slots__ = ("_default_level", "_delay", "_largest_preferred", "_levels", "_max", "_preferred")
+
+    def __init__(self, max_batch_size: int, config: DynamicBatching) -> None:
+        self._max = max_batch_size
+        self._preferred = frozenset(config.preferred_batch_size or (max_batch_size,))
+        self._largest_preferred = max(self._preferred)
+        self._delay = config.max_queue_delay_microseconds * 1000
+        levels = max(1, config.priority_levels)
+        self._default_level = min(max(1, config.default_priority_level), levels)
+        self._levels: list[deque[Queued]] = [deque() for _ in range(levels)]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._levels))
+
+    def add(self, request: Queued) -> None:
+        """Queue in the request's priority level (0 or out of range: the default level)."""
+        level = request.priority if 1 <= request.priority <= len(self._levels) else self._default_level
+        self._levels[level - 1].append(request)
+
+    def take(self, now: int) -> list[Queued]:
+        """The next batch, or [] when it is worth waiting until `due`."""
+        count = rows = preferred = 0
+        closed = False
+        signature: object = None
+        oldest = now
+        for request in self._queued():
+            if count and (request.signature is not signature or signature is None or rows + request.rows > self._max):
+                closed = True
+                break
+            signature = request.signature
+            oldest = min(oldest, request.arrival)
+            rows += request.rows
+            count += 1
+            if rows in self._preferred:
+                preferred = count
+            if rows >= self._max:
+                closed = True
+                break
+        if not count:
+            return []
+        waited = self._delay > 0 and now - oldest >= self._delay
+        if preferred and not waited:
+            return self._pop(preferred)
+        if closed or waited or not self._delay or rows >= self._largest_preferred or signature is None:
+            return self._pop(count)
+        return []
+
+    def due(self) -> int:
+        """When the oldest request will have waited long enough; 0 when nothing is queued."""
+        return min((queue[0].arrival for queue in self._levels if queue), default=-self._delay) + self._delay
+
+    def remove(self, request: Queued) -> bool:
+        """Drop one request (cancelled); False when it is not queued any more."""
+        return any(_remove(queue, request) for queue in self._levels)
+
+    def expired(self, now: int) -> list[Queued]:
+        """Take out every request whose deadline has passed."""
+        return [request for queue in self._levels for request in _expire(queue, now)]
+
+    def earliest_deadline(self) -> int:
+        """0 when no queued request has one."""
+        return min((request.deadline for request in self._queued() if request.deadline), default=0)
+
+    def _queued(self) -> Iterator[Queued]:
+        for queue in self._levels:
+            yield from queue
+
+    def _pop(self, count: int) -> list[Queued]:
+        batch: list[Queued] = []
+        for queue in self._levels:
+            while queue and len(batch) < count:
+                batch.append(queue.popleft())
+        return batch
+
+
+Queue = SingleQueue | DynamicBatcher
+
+
+def queue_for(max_batch_size: int, config: DynamicBatching | None) -> Queue:
+    """The scheduler that a model's configuration asks for."""
+    if config is None or max_batch_size <= 1:
+        return SingleQueue()
+    return DynamicBatcher(max_batch_size, config)
+
+
+def _remove(queue: deque[Queued], request: Queued) -> bool:
+    try:
+        queue.remove(request)
+    except ValueError:
+        return False
+    return True
+
+
+def _expire(queue: deque[Queued], now: int) -> list[Queued]:
+    late = [request for request in queue if request.deadline and request.deadline <= now]
+    for request in late:
+        queue.remove(request)
+    return late

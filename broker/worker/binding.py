@@ -1,0 +1,145 @@
+"""Bindings of a plan's positions to a model instance, and the delivery of outputs that the runtime allocated.
+
+A binding is made on first use and kept with the plan; it keeps the memory it points to.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+from broker.worker.backends import Binding, Operand
+from broker.worker.model import Instance, aligned_buffer
+from broker.worker.plans import PlacedTensor, Plan
+from shm import datatypes
+from shm.errors import Code, InferError
+from shm.worker_channel import Request
+
+Bytes = npt.NDArray[np.uint8]
+MAX_BINDINGS = 4096  # per plan; a binding costs a few kilobytes
+
+
+@final
+class Execution:
+    """A binding and what surrounds it: copies before, open outputs after. `mean_ns` 0 = never measured."""
+
+    __slots__ = ("binding", "copied", "copies", "mean_ns", "opens", "run")
+
+    def __init__(self, binding: Binding, copies: list[tuple[Bytes, Bytes, str]], opens: list[PlacedTensor]) -> None:
+        self.binding = binding
+        self.run = binding.run
+        self.copies = copies
+        self.copied = sum(source.size for _, source, _ in copies)
+        self.opens = opens
+        self.mean_ns = 0
+
+    def measured(self, took: int) -> None:
+        """A moving average of the run's time, for the decision to run it inline."""
+        self.mean_ns = took if not self.mean_ns else (7 * self.mean_ns + took) >> 3
+
+
+def execution_of(plan: Plan, instance: Instance, input_position: int, output_position: int, rows: int) -> Execution:
+    """The cached binding of one request's position, made on first use."""
+    key = (instance.number, input_position, output_position, rows)
+    found = plan.bindings.get(key)
+    if found is None:
+        found = bind(plan, instance, input_position, output_position, rows)
+        remember(plan, key, found)
+    return found
+
+
+def remember(plan: Plan, key: tuple[int, int, int, int], execution: Execution) -> None:
+    """Cache it with the plan, in place of the oldest when there are too many."""
+    if len(plan.bindings) >= MAX_BINDINGS:
+        plan.bindings.pop(next(iter(plan.bindings)), None)
+    plan.bindings[key] = execution
+
+
+def bind(
+    plan: Plan,
+    instance: Instance,
+    input_position: int,
+    output_position: int,
+    rows: int,
+    count: int = 1,
+    all_open: bool = False,
+) -> Execution:
+    """Bind `count` adjacent positions from the given ones on, `rows` rows each.
+
+    `all_open`: the runtime allocates every output, because one came out in another shape than the plan says.
+    """
+    inputs: list[Operand] = []
+    copies: list[tuple[Bytes, Bytes, str]] = []
+    total = rows * count
+    for tensor in plan.inputs:
+        memory = _block(tensor, input_position, rows, count)
+        if tensor.copied or not tensor.aligned:
+            staging = _staging(instance, plan, tensor)[: memory.size]
+            copies.append((staging, memory, "policy" if tensor.copied else "align"))
+            memory = staging
+        inputs.append(Operand(tensor.name, tensor.datatype, tensor.shape_of(total), memory))
+    outputs: list[Operand] = []
+    opens: list[PlacedTensor] = []
+    for tensor in plan.outputs:
+        runtime_allocates = tensor.open or not tensor.aligned or all_open
+        place = None if runtime_allocates else _block(tensor, output_position, rows, count)
+        outputs.append(Operand(tensor.name, tensor.datatype, tensor.shape_of(total), place))
+        if runtime_allocates:
+            opens.append(tensor)
+    return Execution(instance.runtime.bind(inputs, outputs), copies, opens)
+
+
+def _block(tensor: PlacedTensor, position: int, rows: int, count: int) -> Bytes:
+    if count == 1:
+        return tensor.memory(position, rows)
+    start = tensor.place.offset + position * tensor.place.stride
+    return tensor.region.bytes[start : start + count * tensor.place.byte_size]
+
+
+def _staging(instance: Instance, plan: Plan, tensor: PlacedTensor) -> Bytes:
+    key = (instance.number, tensor.name)
+    found = plan.staging.get(key)
+    if found is None:
+        found = plan.staging[key] = aligned_buffer(tensor.place.byte_size)
+    return found
+
+
+def deliver(request: Request, tensors: Sequence[PlacedTensor], arrays: Sequence[npt.NDArray[np.generic]]) -> int:
+    """Copy what the runtime allocated to where the plan wants it; nothing is written unless everything fits.
+
+    Returns the bytes copied. The true shapes of open outputs go into the request's note.
+    """
+    note: list[int] = []
+    moves: list[tuple[Bytes, Bytes]] = []
+    for tensor, array in zip(tensors, arrays, strict=True):
+        data = _serialized(tensor, array)
+        if data.size > tensor.place.byte_size:
+            raise InferError(
+                Code.INVALID_ARG,
+                f"shared memory size specified with the request for output '{tensor.name}' ({tensor.place.byte_size}"
+                f" bytes) should be at least {data.size} bytes to hold the results",
+            )
+        if tensor.open:
+            note.extend((array.ndim, *array.shape))
+        elif tuple(array.shape) != tensor.shape_of(request.rows):
+            raise InferError(
+                Code.INVALID_ARG,
+                f"output '{tensor.name}' has shape {datatypes.shape_text(array.shape)}, the plan says"
+                f" {datatypes.shape_text(tensor.shape_of(request.rows))}: leave the dimension open (-1) and give it"
+                " room by byte_size",
+            )
+        moves.append((tensor.memory(request.output_position)[: data.size], data))
+    for target, data in moves:
+        target[:] = data
+    request.note = struct.pack(f"<{len(note)}Q", *note)
+    return sum(data.size for _, data in moves)
+
+
+def _serialized(tensor: PlacedTensor, array: npt.NDArray[np.generic]) -> Bytes:
+    if tensor.datatype == "BYTES":
+        return np.frombuffer(datatypes.encode_bytes(array), np.uint8)
+    return np.ascontiguousarray(array).view(np.uint8).reshape(-1) if array.size else np.empty(0, np.uint8)

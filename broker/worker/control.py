@@ -1,0 +1,263 @@
+"""The control thread: carries out what the broker says over the link.
+
+Owns the tables of regions, plans, channels and models; the loop reads what is in them. Everything here is quick, or
+runs in a thread of its own (loads), or is remembered and looked at again (`_waits`): an unregister must never wait
+behind a model that takes a minute to load.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import final
+
+from broker.worker import messages
+from broker.worker.link import Link
+from broker.worker.loop import DEPOSE_NS, Loop
+from broker.worker.models import ModelTable
+from broker.worker.plans import Plan, drop_rival, make_rivals
+from broker.worker.regions import RegionTable
+from shm import recovery, sockets
+from shm.errors import Code, InferError
+from shm.statistics import StatisticsPage
+from shm.worker_channel import Request, WorkerChannel
+
+STOPPING = (Code.UNAVAILABLE, "Server is stopping, scheduler for model has stopped accepting new inference requests")
+LOOK_MS = 5  # how often waits are looked at while there are any
+_now = time.monotonic_ns
+
+
+@final
+class Control:
+    """One per process; `run` is the main thread's loop."""
+
+    def __init__(self, link: Link, page: StatisticsPage, own_block: int) -> None:
+        self._link = link
+        self._page = page
+        self._watch_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._loop = Loop(page.block(own_block), self._report_broken, self._watch_fd)
+        self._regions = RegionTable()
+        self._plans: dict[int, dict[int, Plan]] = {}  # session → plan word → plan
+        self._channels: dict[int, WorkerChannel] = {}
+        self._fds: dict[int, tuple[int, int]] = {}  # channel → its doorbell and pipe
+        self._models = ModelTable(self._loop)
+        self._waits: list[tuple[Callable[[], bool], Callable[[], None]]] = []
+        self._threads = 0
+        self._draining = False
+
+    def run(self) -> None:
+        """Serve the link until the broker says drain, or is gone."""
+        self._need_threads(1)
+        self._link.send(messages.Ready(pid=os.getpid()))
+        poll = select.poll()
+        poll.register(self._link.fileno(), select.POLLIN)
+        poll.register(self._watch_fd, select.POLLIN)
+        while True:
+            timeout: int | None = LOOK_MS if self._waits else None
+            if timeout is None and self._loop.busy:
+                timeout = DEPOSE_NS // 1_000_000
+            for fd, _ in poll.poll(timeout):
+                if fd == self._watch_fd:
+                    os.eventfd_read(fd)
+            if self._loop.busy:
+                self._loop.watch(_now())
+            for _ in range(64):
+                received = self._link.receive()
+                if received is None:
+                    break
+                self._handle(*received)
+            self._look()
+
+    def _handle(self, message: messages.ToWorker, fds: list[int]) -> None:
+        try:
+            name = type(message).__name__
+            answer = getattr(self, f"_on_{name}")(message, fds)
+        except InferError as error:
+            self._link.send(messages.Refused(id=message.id, code=error.code, message=error.message))
+        except Exception as error:
+            traceback.print_exc()
+            self._link.send(
+                messages.Refused(id=message.id, code="INTERNAL", message=f"{type(error).__name__}: {error}")
+            )
+        else:
+            if answer:
+                self._acknowledge(message.id)
+        finally:
+            sockets.close_all(fds)
+
+    def _acknowledge(self, number: int) -> None:
+        self._link.send(messages.Acknowledged(id=number))
+
+    def _when(self, ready: Callable[[], bool], then: Callable[[], None]) -> None:
+        """Do `then` once `ready`, looked at every few milliseconds."""
+        self._waits.append((ready, then))
+
+    def _look(self) -> None:
+        if not self._waits:
+            return
+        waiting, self._waits = self._waits, []
+        for ready, then in waiting:
+            if ready():
+                then()
+            else:
+                self._waits.append((ready, then))
+
+    # --- models -------------------------------------------------------------------------------------------------
+
+    def _on_LoadInstances(self, message: messages.LoadInstances, fds: list[int]) -> bool:
+        blocks = [self._page.block(index) for index in message.blocks]
+        self._in_thread(message.id, lambda: self._load(message, blocks))
+        return False
+
+    def _load(self, message: messages.LoadInstances, blocks: Sequence[memoryview]) -> None:
+        model = self._models.load(message, list(blocks))
+        self._need_threads(self._models.instances + 1)
+        self._models.publish(model, self._all_plans())
+
+    def _on_UnloadModel(self, message: messages.UnloadModel, fds: list[int]) -> bool:
+        self._models.unload(message.model, message.version, self._all_plans())
+        return True
+
+    def _in_thread(self, number: int, work: Callable[[], None]) -> None:
+        def body() -> None:
+            try:
+                work()
+            except InferError as error:
+                self._link.send(messages.Refused(id=number, code=error.code, message=error.message))
+            except Exception as error:
+                self._link.send(
+                    messages.Refused(id=number, code="INTERNAL", message=f"{type(error).__name__}: {error}")
+                )
+            else:
+                self._acknowledge(number)
+
+        threading.Thread(target=body, name="load", daemon=True).start()
+
+    def _need_threads(self, instances: int) -> None:
+        """One thread per instance and a spare, so that somebody can always lead."""
+        while self._threads < instances + 1:
+            self._threads += 1
+            threading.Thread(target=self._serve, name=f"instance-{self._threads}", daemon=True).start()
+
+    def _serve(self) -> None:
+        try:
+            self._loop.serve()
+        except BaseException:
+            # A worker whose loop is broken must not look alive: its replacement redoes everything from the ledger.
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(70)
+
+    # --- regions and plans --------------------------------------------------------------------------------------
+
+    def _all_plans(self) -> list[Plan]:
+        return [plan for plans in list(self._plans.values()) for plan in list(plans.values())]
+
+    def _on_AddRegion(self, message: messages.AddRegion, fds: list[int]) -> bool:
+        self._regions.add(message, fds[0])
+        return True
+
+    def _on_RetireRegion(self, message: messages.RetireRegion, fds: list[int]) -> bool:
+        region = self._regions.get(message.region, message.generation)
+        self._regions.retire(message.region, message.generation)
+        if region is not None:
+            verdict = (Code.NOT_FOUND, f"Unable to find shared memory region: '{region.info.name}'")
+            for plan in self._all_plans():
+                if plan.names(region):
+                    plan.closed = verdict
+                    self._forget_later(plan)
+        return True
+
+    def _on_BindPlan(self, message: messages.BindPlan, fds: list[int]) -> bool:
+        plans = self._plans.setdefault(message.session, {})
+        key = message.index | message.generation << 32
+        known = plans.get(key)
+        if known is not None:
+            known.refused_until_ns = message.refused_until_ns
+            return True
+        plan = Plan(message, self._regions, self._loop.live_requests)
+        make_rivals(plan, self._all_plans())
+        self._models.bind(plan)
+        plans[key] = plan
+        return True
+
+    def _on_DropPlan(self, message: messages.DropPlan, fds: list[int]) -> bool:
+        plan = self._plans.get(message.session, {}).pop(message.index | message.generation << 32, None)
+        if plan is not None:
+            plan.closed = plan.closed or (Code.NOT_FOUND, "the plan was released")
+            drop_rival(plan)
+            self._forget_later(plan)
+        return message.id > 0
+
+    def _forget_later(self, plan: Plan) -> None:
+        """Unmap when the plan's last request has ended."""
+
+        def unused() -> bool:
+            return all(request.plan is not plan for request in self._loop.live_requests())
+
+        self._when(unused, plan.forget_memory)
+
+    # --- channels -----------------------------------------------------------------------------------------------
+
+    def _on_AttachChannel(self, message: messages.AttachChannel, fds: list[int]) -> bool:
+        memory, ledger, bell, pipe = fds
+        plans = self._plans.setdefault(message.session, {})
+        channel = WorkerChannel(memory, ledger, bell, pipe, message.slots, plans, message.channel)
+        self._channels[message.channel] = channel
+        self._fds[message.channel] = (bell, pipe)
+        del fds[2:]  # kept; the other two are mapped and can be closed
+        self._loop.attach(channel, recovery.recover(channel, _now()))
+        return True
+
+    def _on_DetachChannel(self, message: messages.DetachChannel, fds: list[int]) -> bool:
+        channel = self._channels.pop(message.channel, None)
+        if channel is None:
+            return True
+        self._end(self._loop.detach(channel), Code.CANCELLED, "the session ended")
+
+        def idle() -> bool:
+            return all(request is None for request in channel.live)
+
+        def gone() -> None:
+            sockets.close_all(self._fds.pop(message.channel))
+            channel.close()
+            self._acknowledge(message.id)
+
+        self._when(idle, gone)
+        return False
+
+    def _end(self, requests: list[Request], code: Code, text: str) -> None:
+        for request in requests:
+            request.fail(code, text)
+            request.channel.complete((request,))
+
+    def _report_broken(self, channel: WorkerChannel) -> None:
+        self._link.send(messages.ChannelBroken(channel=channel.number, reason=channel.broken))
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    def _on_Drain(self, message: messages.Drain, fds: list[int]) -> bool:
+        """What was published by now is finished; what comes later is refused."""
+        tails = [(channel, channel.published()) for channel in self._channels.values()]
+
+        def taken() -> bool:
+            return all(channel.head >= tail or bool(channel.broken) for channel, tail in tails)
+
+        def close() -> None:
+            for plan in self._all_plans():
+                plan.closed = plan.closed or STOPPING
+            self._when(self._loop.idle, leave)
+
+        def leave() -> None:
+            self._acknowledge(message.id)
+            sys.stderr.flush()
+            os._exit(0)
+
+        self._loop.wake()
+        self._when(taken, close)
+        return False

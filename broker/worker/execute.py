@@ -1,0 +1,250 @@
+"""Runs one batch: in place where the rows lie right, else through one counted copy each way.
+
+Called by the loop from any of its threads, with an instance that is the caller's alone. Every request of the batch gets
+its ending here; publishing it is the loop's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from broker.worker.backends import Binding, Operand
+from broker.worker.binding import Execution, bind, deliver, execution_of, remember
+from broker.worker.model import BatchBuffers, Instance, aligned_buffer, tensor_bytes
+from broker.worker.plans import Plan
+from shm import statistics
+from shm.errors import Code, InferError
+from shm.worker_channel import Request
+
+MAX_SIGNATURES = 32  # buffers kept per instance: clients choose the shapes, so there is no end to them
+_now = time.monotonic_ns
+
+
+def run_batch(instance: Instance, requests: list[Request]) -> None:
+    """Run `requests` together; a batch that raises is run again row by row, so that only the bad one fails."""
+    now = _now()
+    for request in requests:
+        request.queue_ns = now - request.arrival
+    if len(requests) == 1:
+        _run_alone(instance, requests[0])
+        return
+    try:
+        _run_together(instance, requests)
+    except Exception:
+        # Whatever the runtime raised: which row caused it shows when each runs alone.
+        for request in requests:
+            _run_alone(instance, request)
+
+
+def _run_alone(instance: Instance, request: Request) -> None:
+    plan = request.plan
+    assert isinstance(plan, Plan)
+    request.note = b""
+    began = _now()
+    try:
+        _check_sizes(plan)
+        execution = execution_of(plan, instance, request.input_position, request.output_position, request.rows)
+        try:
+            _run_execution(instance, request, execution, began)
+        except InferError:
+            raise
+        except Exception:
+            if not _reshaped(plan):
+                raise
+            # An output came out in another shape than the plan says: the runtime allocates, to learn which.
+            opened = bind(plan, instance, request.input_position, request.output_position, request.rows, all_open=True)
+            _run_execution(instance, request, opened, began)
+    except Exception as error:
+        _fail(instance, request, error, began)
+
+
+def _check_sizes(plan: Plan) -> None:
+    truncated = plan.shared and plan.changed_size()
+    if truncated:
+        raise InferError(Code.INTERNAL, f"shared memory region '{truncated}' changed size: register it again")
+
+
+def _run_execution(instance: Instance, request: Request, execution: Execution, began: int) -> None:
+    rows = request.rows
+    for target, source, reason in execution.copies:
+        target[:] = source
+        instance.count_copy(reason, source.size)
+    copied = _now() if execution.copies else began
+    ran = _run(instance, execution.run, rows, copied)
+    execution.measured(ran - copied)
+    request.copied = execution.copied
+    ended = ran
+    if execution.opens:
+        delivered = deliver(request, execution.opens, execution.binding.results())
+        instance.count_copy("output", delivered)
+        request.copied += delivered
+        ended = _now()
+    request.input_ns, request.infer_ns, request.output_ns = copied - began, ran - copied, ended - ran
+    instance.count_batch([request], rows, request.input_ns, request.infer_ns, request.output_ns)
+
+
+def _run(instance: Instance, run: Callable[[], None], rows: int, began: int) -> int:
+    """Run with the hang watch on; returns when it ended."""
+    instance.begin(rows, began)
+    try:
+        run()
+    finally:
+        ended = _now()
+        instance.end(rows, ended - began)
+    return ended
+
+
+def _reshaped(plan: Plan) -> bool:
+    """Could a run in place fail only because an output came out in another shape than the plan says?"""
+    model = plan.model
+    return model is not None and any(t.name in model.uncertain and not t.open for t in plan.outputs)
+
+
+def _fail(instance: Instance, request: Request, error: Exception, began: int) -> None:
+    if isinstance(error, InferError):
+        request.fail(Code[error.code], error.message)
+    else:
+        text = (str(error).strip().splitlines() or [""])[0]
+        runtime = "onnxruntime" in type(error).__module__ or "ONNXRuntimeError" in text
+        request.fail(Code.INTERNAL, f"{'onnx runtime error' if runtime else type(error).__name__}: {text}")
+    instance.block[statistics.FAIL] += 1
+    instance.block[statistics.FAIL_NS] += _now() - began
+
+
+def _run_together(instance: Instance, requests: list[Request]) -> None:
+    for request in requests:
+        assert isinstance(request.plan, Plan)
+        _check_sizes(request.plan)
+    adjacent = _adjacent(requests)
+    if adjacent is not None:
+        _run_adjacent(instance, requests, *adjacent)
+    else:
+        _run_gathered(instance, requests)
+
+
+def _adjacent(requests: list[Request]) -> tuple[int, int] | None:
+    """First input and output position, when the requests are neighbours of one plan, in whatever order they came."""
+    plan = requests[0].plan
+    assert isinstance(plan, Plan)
+    if not plan.adjacent:
+        return None
+    shift = requests[0].output_position - requests[0].input_position
+    first = min(request.input_position for request in requests)
+    seen = 0
+    for request in requests:
+        offset = request.input_position - first
+        if (
+            request.plan is not plan
+            or request.rows != plan.rows
+            or request.output_position - request.input_position != shift
+            or offset >= len(requests)
+        ):
+            return None
+        seen |= 1 << offset
+    if seen != (1 << len(requests)) - 1:
+        return None
+    return first, first + shift
+
+
+def _run_adjacent(instance: Instance, requests: list[Request], input_position: int, output_position: int) -> None:
+    plan = requests[0].plan
+    assert isinstance(plan, Plan)
+    count = len(requests)
+    key = (instance.number, input_position, output_position, -count)
+    execution = plan.bindings.get(key)
+    if execution is None:
+        execution = bind(plan, instance, input_position, output_position, plan.rows, count)
+        remember(plan, key, execution)
+    began = _now()
+    rows = plan.rows * count
+    took = _run(instance, execution.run, rows, began) - began
+    execution.measured(took)
+    for request in requests:
+        request.infer_ns = took
+    instance.count_batch(requests, rows, 0, took, 0)
+
+
+def _run_gathered(instance: Instance, requests: list[Request]) -> None:
+    began = _now()
+    buffers = _buffers(instance, requests[0])
+    rows = gathered = 0
+    for request in requests:
+        plan = request.plan
+        assert isinstance(plan, Plan)
+        request.copied = 0
+        for tensor, buffer in zip(plan.inputs, buffers.inputs, strict=True):
+            source = tensor.memory(request.input_position, request.rows)
+            buffer[rows * tensor.row_bytes : rows * tensor.row_bytes + source.size] = source
+            request.copied += source.size
+        gathered += request.copied
+        rows += request.rows
+    binding = _batch_binding(instance, requests[0], buffers, rows)
+    copied = _now()
+    ran = _run(instance, binding.run, rows, copied)
+    scattered = _scatter(requests, buffers, binding.results(), rows)
+    ended = _now()
+    instance.count_copy("gather", gathered)
+    instance.count_copy("scatter", scattered)
+    for request in requests:
+        request.input_ns, request.infer_ns, request.output_ns = copied - began, ran - copied, ended - ran
+    instance.count_batch(requests, rows, copied - began, ran - copied, ended - ran)
+
+
+def _scatter(requests: list[Request], buffers: BatchBuffers, opened: list[npt.NDArray[np.generic]], rows: int) -> int:
+    for array in opened:
+        if array.ndim == 0 or array.shape[0] != rows:
+            raise InferError(Code.INTERNAL, f"an output of a batch of {rows} rows has shape {array.shape}")
+    row = scattered = 0
+    for request in requests:
+        plan = request.plan
+        assert isinstance(plan, Plan)
+        copied = 0
+        for tensor, buffer in zip(plan.outputs, buffers.outputs, strict=True):
+            if buffer is not None:
+                target = tensor.memory(request.output_position, request.rows)
+                target[:] = buffer[row * tensor.row_bytes : row * tensor.row_bytes + target.size]
+                copied += target.size
+        if opened:
+            tensors = [tensor for tensor in plan.outputs if tensor.open]
+            copied += deliver(request, tensors, [array[row : row + request.rows] for array in opened])
+        request.copied += copied
+        scattered += copied
+        row += request.rows
+    return scattered
+
+
+def _buffers(instance: Instance, request: Request) -> BatchBuffers:
+    plan = request.plan
+    assert isinstance(plan, Plan)
+    found = instance.buffers.get(plan.signature)
+    if found is None:
+        most = instance.model.config.max_batch_size
+        if len(instance.buffers) >= MAX_SIGNATURES:
+            instance.buffers.pop(next(iter(instance.buffers)))
+        found = BatchBuffers(
+            [aligned_buffer(tensor_bytes(t.datatype, t.shape_of(most))) for t in plan.inputs],
+            [None if t.open else aligned_buffer(tensor_bytes(t.datatype, t.shape_of(most))) for t in plan.outputs],
+        )
+        instance.buffers[plan.signature] = found
+    return found
+
+
+def _batch_binding(instance: Instance, request: Request, buffers: BatchBuffers, rows: int) -> Binding:
+    plan = request.plan
+    assert isinstance(plan, Plan)
+    found = buffers.bindings.get(rows)
+    if found is None:
+        inputs = [
+            Operand(t.name, t.datatype, t.shape_of(rows), b[: rows * t.row_bytes])
+            for t, b in zip(plan.inputs, buffers.inputs, strict=True)
+        ]
+        outputs = [
+            Operand(t.name, t.datatype, t.shape_of(rows), None if b is None else b[: rows * t.row_bytes])
+            for t, b in zip(plan.outputs, buffers.outputs, strict=True)
+        ]
+        found = buffers.bindings[rows] = instance.runtime.bind(inputs, outputs)
+    return found

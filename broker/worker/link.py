@@ -1,0 +1,55 @@
+"""The worker's end of its link to the broker. Any thread may send; only the control thread receives."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+from typing import final
+
+from broker.worker.messages import LinkMessage, ToWorker, decode_to_worker, encode
+from shm import sockets
+
+SEND_MS = 10_000
+
+
+@final
+class Link:
+    """One SEQPACKET socket made by the broker."""
+
+    __slots__ = ("_lock", "_socket")
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._lock = threading.Lock()
+
+    def fileno(self) -> int:
+        """For the control thread's poll."""
+        return self._socket.fileno()
+
+    def send(self, message: LinkMessage) -> None:
+        """Send one message; a broker that does not read for ten seconds is as good as gone."""
+        data = encode(message)
+        with self._lock:
+            while True:
+                try:
+                    sockets.send(self._socket, data)
+                    return
+                except BlockingIOError:
+                    if not select.select([], [self._socket], [], SEND_MS / 1000)[1]:
+                        os._exit(1)
+                except OSError:
+                    os._exit(0)  # the broker is gone, and so is every reason to be here
+
+    def receive(self) -> tuple[ToWorker, list[int]] | None:
+        """The next message and its descriptors, or None when none is there. Exits when the broker is gone."""
+        try:
+            received = sockets.receive(self._socket)
+        except BlockingIOError:
+            return None
+        if received is None:
+            os._exit(0)
+        data, fds = received
+        return decode_to_worker(data), fds

@@ -1,0 +1,151 @@
+"""A loaded model version: its instances, its queue, and what it is known to cost.
+
+Owned by the control thread (load, unload) and used by the loop. An instance runs one batch at a time; only the thread
+that runs it touches its statistics block and its buffers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+from broker.repository.config import InstanceGroup, ModelConfig
+from broker.worker.backends import Backend, Binding, Context, RuntimeModel
+from broker.worker.batcher import Queue, queue_for
+from shm import datatypes, statistics
+from shm.errors import Code
+from shm.worker_channel import Request, Verdict
+
+_numbers = itertools.count(1)
+MISSING: Verdict = (Code.UNAVAILABLE, "the model is not loaded")
+
+
+@final
+class BatchBuffers:
+    """Private memory in which rows of several requests lie side by side, and the bindings on it by row count."""
+
+    __slots__ = ("bindings", "inputs", "outputs")
+
+    def __init__(self, inputs: list[npt.NDArray[np.uint8]], outputs: list[npt.NDArray[np.uint8] | None]) -> None:
+        self.inputs = inputs
+        self.outputs = outputs
+        self.bindings: dict[int, Binding] = {}
+
+
+@final
+class Instance:
+    """One execution slot of a model version."""
+
+    __slots__ = ("block", "buffers", "longest", "model", "name", "number", "runtime")
+
+    def __init__(self, model: LoadedModel, name: str, runtime: RuntimeModel, block: memoryview) -> None:
+        self.model = model
+        self.name = name
+        self.number = next(_numbers)  # never reused: bindings of an instance that is gone cannot be found again
+        self.runtime = runtime
+        self.block = block
+        self.longest: dict[int, int] = {}  # rows → ns of the longest run
+        self.buffers: dict[object, BatchBuffers] = {}
+        block[statistics.BATCH] = 0  # a worker that died here left its batch behind
+
+    def begin(self, rows: int, now: int) -> None:
+        """Tell the broker what runs, so that it can see a hang."""
+        block = self.block
+        block[statistics.STARTED] = now
+        block[statistics.EXPECTED] = self.longest.get(rows) or self._expected(rows)
+        block[statistics.BATCH] = rows or 1
+
+    def end(self, rows: int, took: int) -> None:
+        """The run is over."""
+        self.block[statistics.BATCH] = 0
+        if took > self.longest.get(rows, 0):
+            self.longest[rows] = took
+
+    def _expected(self, rows: int) -> int:
+        """The longest run at this size or larger; 0 = unmeasured."""
+        return max((took for size, took in self.longest.items() if size >= rows), default=0)
+
+    def count_batch(self, requests: list[Request], rows: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
+        """Add one successful execution to the statistics. Each request spent the whole batch's time, as in Triton."""
+        block, count = self.block, len(requests)
+        block[statistics.SUCCESS] += count
+        block[statistics.QUEUE_NS] += sum(request.queue_ns for request in requests)
+        block[statistics.INPUT_NS] += input_ns * count
+        block[statistics.INFER_NS] += infer_ns * count
+        block[statistics.OUTPUT_NS] += output_ns * count
+        block[statistics.INFERENCES] += rows or count
+        block[statistics.EXECUTIONS] += 1
+        block[statistics.LAST_MS] = int(time.time() * 1000)
+        at = statistics.BATCHES + 4 * (min(rows or 1, statistics.MAX_BATCH) - 1)
+        block[at] += 1
+        block[at + 1] += input_ns
+        block[at + 2] += infer_ns
+        block[at + 3] += output_ns
+
+    def count_copy(self, reason: str, byte_size: int) -> None:
+        """Every copied byte is counted, with its reason."""
+        self.block[statistics.COPIED + statistics.REASONS.index(reason)] += byte_size
+
+
+@final
+class LoadedModel:
+    """One version of one model. `closed` says why it takes no requests any more."""
+
+    __slots__ = ("closed", "config", "copied", "free", "generation", "instances", "queue", "uncertain", "version")
+
+    def __init__(self, config: ModelConfig, version: int, generation: int) -> None:
+        self.config = config
+        self.version = version
+        self.generation = generation
+        self.instances: list[Instance] = []
+        self.free: list[Instance] = []
+        self.queue: Queue = queue_for(config.max_batch_size, config.dynamic_batching)
+        self.closed: Verdict | None = None
+        self.copied = frozenset(tensor.name for tensor in config.input if not tensor.zero_copy)
+        # Outputs whose shape only a run tells, whatever a plan says of it.
+        self.uncertain = frozenset(
+            tensor.name for tensor in config.output if any(symbol.startswith("?") for symbol in tensor.symbols)
+        )
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        return self.config.name
+
+    def load(self, backend: Backend, directory: str, blocks: list[memoryview]) -> None:
+        """Load every instance. Raises InferError, or whatever the backend raises."""
+        places = iter(blocks)
+        for group in self.config.instance_group:
+            for number in range(group.count):
+                name = f"{group.name}_{number}"
+                context = Context(self.config, self.version, directory, group, name)
+                instance = Instance(self, name, backend.load(context), next(places))
+                self.instances.append(instance)
+        self.free = list(self.instances)
+
+    def close(self) -> None:
+        """Give the runtimes' memory back. Nothing runs any more."""
+        for instance in self.instances:
+            instance.buffers.clear()
+            instance.runtime.close()
+
+
+def instance_count(groups: tuple[InstanceGroup, ...]) -> int:
+    """How many statistics blocks a model version needs."""
+    return sum(group.count for group in groups)
+
+
+def aligned_buffer(byte_size: int) -> npt.NDArray[np.uint8]:
+    """Private memory on a 64-byte boundary, as vector kernels like it."""
+    raw = np.empty(byte_size + 64, np.uint8)
+    start = -raw.__array_interface__["data"][0] % 64
+    return raw[start : start + byte_size]
+
+
+def tensor_bytes(datatype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor of fixed shape."""
+    return datatypes.byte_size(datatype, shape)

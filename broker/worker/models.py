@@ -1,0 +1,101 @@
+"""The models of this worker, by name and version, and which plans run on which.
+
+Loads come from threads of their own, everything else from the control thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import final
+
+from broker.worker import backends
+from broker.worker.loop import Loop
+from broker.worker.messages import LoadInstances
+from broker.worker.model import MISSING, LoadedModel
+from broker.worker.plans import Plan, adopt
+from shm.errors import Code, InferError
+from shm.worker_channel import Verdict
+
+MAX_SIGNATURES = 4096
+CHANGED: Verdict = (Code.UNAVAILABLE, "the model was reloaded with other inputs or outputs: prepare the plan again")
+
+
+@final
+class ModelTable:
+    """Loaded versions. A reload replaces a version only when the new one is ready."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._versions: dict[str, dict[int, LoadedModel]] = {}
+        self._signatures: dict[object, object] = {}
+
+    @property
+    def instances(self) -> int:
+        """Instances of all loaded versions."""
+        with self._lock:
+            return sum(len(m.instances) for versions in self._versions.values() for m in versions.values())
+
+    def load(self, message: LoadInstances, blocks: list[memoryview]) -> LoadedModel:
+        """Load all instances; the model serves nobody before `publish`. Raises what the backend raises."""
+        config = message.config
+        model = LoadedModel(config, message.version, message.generation)
+        directory = config.versions.get(message.version)
+        if directory is None:
+            raise InferError(Code.NOT_FOUND, f"model '{config.name}' has no version {message.version}")
+        try:
+            model.load(backends.find(config), directory, blocks)
+        except BaseException:
+            model.close()
+            raise
+        with self._lock:
+            self._versions.setdefault(config.name, {})
+        return model
+
+    def publish(self, model: LoadedModel, plans: list[Plan]) -> None:
+        """Serve with `model` from now on; what is queued for the one it replaces still runs there."""
+        with self._lock:
+            old = self._versions[model.name].get(model.version)
+            self._versions[model.name][model.version] = model
+        for plan in plans:
+            if plan.model_name == model.name:
+                self._settle(plan)
+        if old is not None:
+            self._loop.retire(old)
+
+    def unload(self, name: str, version: int, plans: list[Plan]) -> None:
+        """Plans move to the version that is the latest now, or are closed; what is queued still runs."""
+        with self._lock:
+            old = self._versions.get(name, {}).pop(version, None)
+        for plan in plans:
+            if plan.model_name == name and plan.model is old:
+                self._settle(plan)
+        if old is not None:
+            self._loop.retire(old)
+
+    def bind(self, plan: Plan) -> None:
+        """Give a new plan its model."""
+        self._settle(plan)
+
+    def _settle(self, plan: Plan) -> None:
+        with self._lock:
+            versions = self._versions.get(plan.model_name, {})
+            model = versions.get(plan.version or max(versions, default=0))
+        if plan.closed not in (None, MISSING, CHANGED):
+            return
+        if model is None:
+            plan.closed = MISSING
+        elif plan.model is not None and not _same_signature(plan.model, model):
+            plan.closed = CHANGED
+        elif plan.model is not model:
+            if len(self._signatures) > MAX_SIGNATURES:
+                self._signatures.clear()
+            adopt(plan, model, self._signatures)
+
+
+def _same_signature(old: LoadedModel, new: LoadedModel) -> bool:
+    def key(model: LoadedModel) -> object:
+        tensors = (*model.config.input, *model.config.output)
+        return model.config.max_batch_size, [(t.name, t.datatype, t.dims) for t in tensors]
+
+    return key(old) == key(new)

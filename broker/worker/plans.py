@@ -1,0 +1,235 @@
+"""Plans as the worker holds them: where each tensor's positions lie, what may run together, what must not overlap.
+
+A plan is bound once and used by every channel of its session. Everything that can be decided at binding is decided
+there, so that admission is a few comparisons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from broker.worker.messages import BindPlan, PlanTensor
+from broker.worker.model import MISSING, LoadedModel
+from broker.worker.regions import Region, RegionTable
+from shm import datatypes, views
+from shm.errors import Code, InferError
+from shm.views import Placement
+from shm.worker_channel import Request, Verdict
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@final
+class PlacedTensor:
+    """A tensor of a plan on mapped memory."""
+
+    __slots__ = ("aligned", "copied", "datatype", "name", "open", "place", "region", "row_bytes", "shape")
+
+    def __init__(self, tensor: PlanTensor, region: Region, place: Placement, batched: bool) -> None:
+        spec = tensor.spec
+        self.name = spec.name
+        self.datatype = spec.datatype
+        self.shape = spec.shape
+        self.region = region
+        self.place = place
+        self.open = -1 in spec.shape or spec.datatype == "BYTES"
+        item = 1 if spec.datatype == "BYTES" else datatypes.element_size(spec.datatype)
+        address = region.bytes.__array_interface__["data"][0] + place.offset
+        self.aligned = address % item == 0 and place.stride % item == 0
+        self.copied = False  # inputs: copy before the run (set by the plan from the model's policy)
+        self.row_bytes = place.byte_size // spec.shape[0] if batched and not self.open and spec.shape[0] > 0 else 0
+
+    def memory(self, position: int, rows: int = 0) -> Bytes:
+        """The bytes of one position, or of its first `rows` rows."""
+        start = self.place.offset + position * self.place.stride
+        size = rows * self.row_bytes if rows and self.row_bytes else self.place.byte_size
+        return self.region.bytes[start : start + size]
+
+    def shape_of(self, rows: int) -> tuple[int, ...]:
+        """The tensor's shape with its batch dimension set to `rows` (0: as prepared)."""
+        return (rows, *self.shape[1:]) if rows and self.shape else self.shape
+
+    def span(self) -> tuple[tuple[int, int], Placement]:
+        """Identity of the memory and the place counted from the start of its file, to compare across regions."""
+        return self.region.identity, self.place.shifted(self.region.info.offset)
+
+
+@final
+class Plan:
+    """Implements `shm.worker_channel.BoundPlan`."""
+
+    __slots__ = (
+        "adjacent",
+        "bindings",
+        "busy",
+        "closed",
+        "generation",
+        "index",
+        "input_positions",
+        "inputs",
+        "key",
+        "live",
+        "model",
+        "model_name",
+        "output_positions",
+        "outputs",
+        "refused_until_ns",
+        "retryable",
+        "rivals",
+        "rows",
+        "self_rival",
+        "session",
+        "shared",
+        "signature",
+        "staging",
+        "version",
+    )
+
+    def __init__(self, message: BindPlan, regions: RegionTable, live: LiveRequests) -> None:
+        self.session, self.index, self.generation = message.session, message.index, message.generation
+        self.key = message.index | message.generation << 32
+        self.model_name = message.model
+        self.version = 0 if message.follow_latest else message.version
+        self.model: LoadedModel | None = None
+        self.input_positions, self.output_positions = message.input_positions, message.output_positions
+        self.rows = message.rows
+        self.retryable = message.retryable
+        self.refused_until_ns = message.refused_until_ns
+        self.closed: Verdict | None = MISSING
+        self.busy = bytearray(message.output_positions)
+        self.live = live
+        self.inputs = tuple(_placed(t, regions, message.input_positions, False, message) for t in message.inputs)
+        self.outputs = tuple(_placed(t, regions, message.output_positions, True, message) for t in message.outputs)
+        self.shared = tuple({t.region for t in (*self.inputs, *self.outputs) if t.region.info.kind == "system"})
+        self.rivals: list[Plan] = []
+        self.self_rival = _meet(self.outputs, self.inputs)
+        self.bindings: dict[tuple[int, int, int, int], Any] = {}  # Execution, by instance number, positions, rows
+        self.staging: dict[tuple[int, str], Bytes] = {}  # private copies of inputs, by instance number and name
+        self.signature: object = None
+        self.adjacent = False
+
+    def conflict(self, input_position: int, output_position: int) -> str:
+        """Promise 1: an output range may not overlap any range of a live request."""
+        if self.busy[output_position]:
+            return f"output position {output_position} overlaps the output of a request that is still in flight"
+        if self.self_rival or self.rivals:
+            return self._scan(input_position, output_position)
+        return ""
+
+    def _scan(self, input_position: int, output_position: int) -> str:
+        if self.self_rival and (name := _clash(self, output_position, self, input_position)):
+            return f"output '{name}' overlaps an input of the same request"
+        rivals = {id(plan) for plan in self.rivals}
+        if self.self_rival:
+            rivals.add(id(self))
+        for request in self.live():
+            plan = request.plan
+            if plan is None or id(plan) not in rivals or not request.started:
+                continue
+            assert isinstance(plan, Plan)
+            name = (
+                _clash(self, output_position, plan, request.input_position)
+                or _clash_outputs(self, output_position, plan, request.output_position)
+                or _clash(plan, request.output_position, self, input_position)
+            )
+            if name:
+                return f"output '{name}' overlaps memory that a request still in flight reads or writes"
+        return ""
+
+    def changed_size(self) -> str:
+        """The name of a system region of this plan that was truncated, or ""."""
+        for region in self.shared:
+            if region.changed_size():
+                return region.info.name
+        return ""
+
+    def names(self, region: Region) -> bool:
+        """Does any tensor lie in `region`?"""
+        return any(t.region is region for t in (*self.inputs, *self.outputs))
+
+    def forget_memory(self) -> None:
+        """Let go of every mapping. No request of the plan is live and none will be admitted."""
+        self.bindings, self.staging = {}, {}
+        self.inputs = self.outputs = ()
+        self.shared = ()
+
+
+def adopt(plan: Plan, model: LoadedModel, signatures: dict[object, object]) -> None:
+    """Bind `plan` to `model` (again, after a reload): everything that depends on the loaded model follows."""
+    plan.model = model
+    plan.closed = None
+    plan.bindings, plan.staging = {}, {}
+    for tensor in plan.inputs:
+        tensor.copied = tensor.name in model.copied
+    tensors = (*plan.inputs, *plan.outputs)
+    together = (
+        model.config.max_batch_size > 1
+        and plan.rows > 0
+        and not any(t.datatype == "BYTES" for t in tensors)
+        and not any(t.open for t in plan.inputs)
+    )
+    key = tuple((t.name, t.datatype, t.shape[1:]) for t in tensors)
+    plan.signature = signatures.setdefault(key, key) if together else None
+    plan.adjacent = together and not any(
+        t.copied or t.open or not t.aligned or t.place.stride != t.place.byte_size for t in tensors
+    )
+
+
+LiveRequests = Callable[[], Iterable[Request]]
+
+
+def make_rivals(plan: Plan, others: Iterable[Plan]) -> None:
+    """Find the plans whose ranges could overlap this one's, now, so that admission need not look at all others."""
+    for other in others:
+        if other is plan or other.closed is not None:
+            continue
+        if _meet(plan.outputs, other.inputs) or _meet(plan.outputs, other.outputs) or _meet(other.outputs, plan.inputs):
+            plan.rivals.append(other)
+            other.rivals.append(plan)
+
+
+def drop_rival(plan: Plan) -> None:
+    """Forget a plan that was dropped."""
+    for other in plan.rivals:
+        other.rivals = [rival for rival in other.rivals if rival is not plan]
+    plan.rivals = []
+
+
+def _placed(tensor: PlanTensor, regions: RegionTable, positions: int, output: bool, message: BindPlan) -> PlacedTensor:
+    region = regions.get(tensor.region, tensor.generation)
+    if region is None:
+        raise InferError(Code.NOT_FOUND, f"Unable to find shared memory region: '{tensor.spec.region}'")
+    place = views.resolve(tensor.spec, region.info.byte_size, positions, output=output)
+    return PlacedTensor(tensor, region, place, message.rows > 0)
+
+
+def _meet(a: Iterable[PlacedTensor], b: Iterable[PlacedTensor]) -> bool:
+    spans = [tensor.span() for tensor in b]
+    for tensor in a:
+        identity, place = tensor.span()
+        if any(identity == other and views.meets(place, where) for other, where in spans):
+            return True
+    return False
+
+
+def _clash(writer: Plan, output_position: int, reader: Plan, input_position: int) -> str:
+    return _touching(writer.outputs, output_position, reader.inputs, input_position)
+
+
+def _clash_outputs(plan: Plan, position: int, other: Plan, other_position: int) -> str:
+    return _touching(plan.outputs, position, other.outputs, other_position)
+
+
+def _touching(a: Iterable[PlacedTensor], i: int, b: Iterable[PlacedTensor], j: int) -> str:
+    b = tuple(b)
+    for tensor in a:
+        identity, place = tensor.span()
+        for other in b:
+            other_identity, where = other.span()
+            if identity == other_identity and views.touches(place, i, where, j):
+                return tensor.name
+    return ""

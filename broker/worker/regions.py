@@ -1,0 +1,77 @@
+"""The regions this worker has mapped, by (region, generation).
+
+A region is dropped from the table when it is retired; its mapping goes with the last plan, binding or running batch
+that still refers to it, so memory in use cannot be unmapped and nothing has to be counted.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+from broker.worker.messages import AddRegion
+from shm.regions import MappedMemory, shrunk
+
+
+@final
+class Region:
+    """One mapped region. `bytes` is exactly the registered window, whatever its offset in the file."""
+
+    __slots__ = ("_fd", "bytes", "file_size", "info", "retired")
+
+    def __init__(self, info: AddRegion, fd: int) -> None:
+        self.info = info
+        memory = MappedMemory(fd, info.offset, info.byte_size, info.writable)
+        self.bytes: npt.NDArray[np.uint8] = memory.bytes
+        self.retired = False
+        self.file_size = info.file_size
+        # A POSIX object can be truncated by anyone who may open it: its size is looked at before every use. Sealed
+        # pool memory cannot, and needs no descriptor any more.
+        self._fd = -1
+        if info.kind == "system":
+            self._fd = os.dup(fd)
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Equal for regions that are the same memory, whoever registered them."""
+        return self.info.device, self.info.inode
+
+    def changed_size(self) -> bool:
+        """Was the object behind a system region made smaller?"""
+        return self._fd >= 0 and shrunk(self._fd, self.file_size)
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+
+@final
+class RegionTable:
+    """Every region that may be named by a new plan."""
+
+    __slots__ = ("_regions",)
+
+    def __init__(self) -> None:
+        self._regions: dict[tuple[int, int], Region] = {}
+
+    def __len__(self) -> int:
+        return len(self._regions)
+
+    def add(self, info: AddRegion, fd: int) -> None:
+        """Map it; the descriptor stays the caller's. A second time does nothing."""
+        key = info.region, info.generation
+        if key not in self._regions:
+            self._regions[key] = Region(info, fd)
+
+    def retire(self, region: int, generation: int) -> None:
+        """No new plan may name it, and plans that do are closed by who asks this."""
+        found = self._regions.pop((region, generation), None)
+        if found is not None:
+            found.retired = True
+
+    def get(self, region: int, generation: int) -> Region | None:
+        """None: never added, or retired."""
+        return self._regions.get((region, generation))
