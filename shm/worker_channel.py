@@ -229,6 +229,10 @@ class WorkerChannel:
         """No rings wanted: the worker is looking."""
         self.words[ARMED] = 0
 
+    def published(self) -> int:
+        """The client's tail, whatever it is worth."""
+        return self.words[TAIL]
+
     def pending(self) -> bool:
         """Is there anything to take?"""
         return self.words[TAIL] != self.head and not self.broken
