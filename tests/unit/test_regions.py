@@ -263,6 +263,16 @@ class TestSystem:
         os.mkfifo(SHM / prefix)
         assert "not a shared memory object (p" in refusal(open_system, "in0", prefix, 1, 0, UID)
 
+    @as_root
+    def test_fifo_that_only_opens_for_reading_does_not_block(self, prefix):
+        os.mkfifo(SHM / prefix)
+        (SHM / prefix).chmod(0o444)
+        os.seteuid(12345)
+        try:
+            assert "not a shared memory object (p" in refusal(open_system, "in0", prefix, 1, 0, UID)
+        finally:
+            os.seteuid(UID)
+
     def test_directory_and_socket(self, prefix):
         (SHM / prefix).mkdir()
         assert "EINVAL" in refusal(open_system, "in0", prefix, 1, 0, UID)
@@ -299,8 +309,10 @@ class TestSystem:
 
     def test_read_only_object_is_opened_read_only(self, prefix, fds):
         system_object(prefix, bytes(PAGE), mode=0o400)
+        before = open_descriptors()
         fd, identity = open_system("in0", prefix, PAGE, 0, UID)
         fds.append(fd)
+        assert open_descriptors() == before + 1
         assert not identity.writable
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.pwrite(fd, b"x", 0)
@@ -370,7 +382,8 @@ class TestReserve:
         path = system_object(prefix, size=2**46)
         fds.append(open_system("out0", prefix, 2**46, 0, UID)[0])
         message = refusal(reserve, fds[0], 0, 2**46, code="UNAVAILABLE")
-        assert message.startswith("no space left for shared memory")
+        # Without an errno: refused by looking at what is available, not by running into the end of it.
+        assert message.startswith("no space left for shared memory: ")
         assert path.stat().st_blocks == 0
 
     @as_root
