@@ -23,15 +23,22 @@ EXIT_S = 10.0
 _CHUNK = 1 << 16
 
 
-def check(repositories: Sequence[str], *, strict: bool = False) -> list[ModelConfig | LoadFailure]:
+def check(
+    repositories: Sequence[str],
+    *,
+    strict: bool = False,
+    command: Sequence[str] = LOADER_COMMAND,
+    silence_s: float = SILENCE_S,
+) -> list[ModelConfig | LoadFailure]:
     """The outcome per model, in name order. An unreadable repository is a failure under its own path.
 
-    Raises InferError INTERNAL when the loader cannot run at all.
+    A loader (`command`) that dies, or says nothing for `silence_s`, costs the model it was reading; the rest goes to
+    a new one. Raises InferError INTERNAL when the loader cannot run at all.
     """
     request = LoadRequest(repositories=tuple(repositories), strict=strict)
     results: dict[str, ModelConfig | LoadFailure] = {}
     while True:
-        run, how = _run(request)
+        run, how = _run(request, command, silence_s)
         if run.plan is None:
             raise InferError(Code.INTERNAL, f"the loader process {how} before it had listed the models")
         for repository, reason in run.plan.errors.items():
@@ -53,17 +60,17 @@ def describe_exit(status: int) -> str:
         return f"was killed by signal {-status}"
 
 
-def _run(request: LoadRequest) -> tuple[LoadRun, str]:
+def _run(request: LoadRequest, command: Sequence[str], silence_s: float) -> tuple[LoadRun, str]:
     """One loader process from start to end, and how it ended."""
     run = LoadRun()
-    with subprocess.Popen(LOADER_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
             # A loader that died at once has closed the pipe: its exit status says more than that.
             with contextlib.suppress(BrokenPipeError), process.stdin:
                 process.stdin.write(encode_request(request))
-            problem = _receive(run, process.stdout.fileno())
+            problem = _receive(run, process.stdout.fileno(), silence_s)
             if not problem:
                 # The stream has ended, so it is on its way out: let it end with its own status.
                 process.wait(EXIT_S)
@@ -75,13 +82,13 @@ def _run(request: LoadRequest) -> tuple[LoadRun, str]:
     return run, problem or describe_exit(process.returncode)
 
 
-def _receive(run: LoadRun, descriptor: int) -> str:
+def _receive(run: LoadRun, descriptor: int, silence_s: float) -> str:
     """Read until the end of the stream. Returns why reading stopped early, or ""."""
     with selectors.DefaultSelector() as selector:
         selector.register(descriptor, selectors.EVENT_READ)
         while not run.finished:
-            if not selector.select(SILENCE_S):
-                return f"wrote nothing for {SILENCE_S:.0f} s"
+            if not selector.select(silence_s):
+                return f"wrote nothing for {silence_s:g} s"
             data = os.read(descriptor, _CHUNK)
             if not data:
                 return ""

@@ -120,5 +120,7 @@ def list_versions(model: ModelDirectory) -> Versions:
 
 def _subdirectories(path: str) -> list[str]:
     """Sorted names of the directories in `path`; hidden ones (`.git`, `..data`) are not part of a repository."""
-    with os.scandir(path) as entries:
-        return sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+    # os.path.isdir, not DirEntry.is_dir: a link that loops must not hide its neighbours behind an OSError.
+    return sorted(
+        name for name in os.listdir(path) if not name.startswith(".") and os.path.isdir(os.path.join(path, name))
+    )

@@ -85,7 +85,7 @@ def _detect(filename: str, model: ModelDirectory, version_paths: Sequence[str]) 
         return _FILES[filename]
     for path in version_paths:
         for name, backend in _FILES.items():
-            if os.path.exists(os.path.join(path, name)):
+            if os.path.lexists(os.path.join(path, name)):
                 return backend
     _, dot, suffix = model.name.rpartition(".")
     if dot and suffix:
@@ -99,7 +99,7 @@ def _detect(filename: str, model: ModelDirectory, version_paths: Sequence[str]) 
 
 def _default_file(backend: str, version_paths: Sequence[str]) -> str:
     for name, owner in _FILES.items():
-        if owner == backend and any(os.path.exists(os.path.join(path, name)) for path in version_paths):
+        if owner == backend and any(os.path.lexists(os.path.join(path, name)) for path in version_paths):
             return name
     return _DEFAULT_FILES.get(backend, "")
 

@@ -69,7 +69,7 @@ def to_json(config: model_config_pb2.ModelConfig) -> str:
     return json.dumps(tree)
 
 
-def _numbers(tree: dict[str, Any], descriptor: Any) -> None:  # noqa: ANN401 - protobuf's descriptors have no types
+def _numbers(tree: dict[str, Any], descriptor: Any) -> None:
     """protobuf writes 64-bit integers as strings; turn them back, in place."""
     for field in descriptor.fields:
         if field.name not in tree:
@@ -113,7 +113,7 @@ def _tensors(
 
 def _common(
     config: model_config_pb2.ModelConfig,
-    text: Any,  # noqa: ANN401 - protobuf messages have no types
+    text: Any,
     tensor: FileTensor | None,
     symbols: Mapping[str, tuple[str, ...]],
 ) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def _symbols(config: model_config_pb2.ModelConfig, signature: Signature) -> dict
 
 
 def _tensor_symbols(
-    text: Any,  # noqa: ANN401 - protobuf messages have no types
+    text: Any,
     tensor: FileTensor | None,
     batch: int,
     carried: set[str] | None,
@@ -170,7 +170,7 @@ def _tensor_symbols(
     return tuple(symbols)
 
 
-def _dynamic_batching(batching: Any) -> DynamicBatching:  # noqa: ANN401 - protobuf messages have no types
+def _dynamic_batching(batching: Any) -> DynamicBatching:
     return DynamicBatching(
         preferred_batch_size=tuple(batching.preferred_batch_size),
         max_queue_delay_microseconds=batching.max_queue_delay_microseconds,
@@ -184,7 +184,7 @@ def _dynamic_batching(batching: Any) -> DynamicBatching:  # noqa: ANN401 - proto
     )
 
 
-def _queue_policy(policy: Any) -> QueuePolicy:  # noqa: ANN401 - protobuf messages have no types
+def _queue_policy(policy: Any) -> QueuePolicy:
     return QueuePolicy(
         timeout_action=_Policy.TimeoutAction.Name(policy.timeout_action),
         default_timeout_microseconds=policy.default_timeout_microseconds,

@@ -18,14 +18,16 @@ def read_file(path: str, repository: str, limit: int, limit_text: str) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ModelError(f"{path}: cannot be opened: {error.strerror}") from error
-    with open(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise ModelError(f"{path}: is not a regular file")
         if status.st_size > limit:
             raise ModelError(f"{path}: has {status.st_size} bytes, the limit is {limit_text}")
-        try:
+        with open(descriptor, "rb", closefd=False) as file:
             # The size may have changed since fstat: never take more than was allowed.
             return file.read(status.st_size)
-        except OSError as error:
-            raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    finally:
+        os.close(descriptor)

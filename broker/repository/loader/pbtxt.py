@@ -104,7 +104,7 @@ def _advice(message: str, text: str) -> str:
     return ""
 
 
-def _find(name: str) -> Any:  # noqa: ANN401 - protobuf's descriptors have no types
+def _find(name: str) -> Any:
     """The descriptor of the message `inference.<name>`, nested names included."""
     first, *rest = name.split(".")
     found = model_config_pb2.DESCRIPTOR.message_types_by_name.get(first)
@@ -113,7 +113,7 @@ def _find(name: str) -> Any:  # noqa: ANN401 - protobuf's descriptors have no ty
     return found
 
 
-def _find_enum(name: str) -> Any:  # noqa: ANN401 - protobuf's descriptors have no types
+def _find_enum(name: str) -> Any:
     outer, _, last = name.rpartition(".")
     if not outer:
         return model_config_pb2.DESCRIPTOR.enum_types_by_name.get(last)

@@ -63,7 +63,7 @@ def validate(config: _Config, model: ModelDirectory, gpus: Sequence[int], scalar
         _validate_instance_groups(config, gpus)
 
 
-def _validate_tensor(config: _Config, kind: str, text: Any, scalars: frozenset[str]) -> None:  # noqa: ANN401
+def _validate_tensor(config: _Config, kind: str, text: Any, scalars: frozenset[str]) -> None:
     if not text.name:
         raise ModelError(f"model {kind} must specify 'name' for {config.name}")
     prefix = f"model {kind} '{text.name[:MAX_NAME]}' "
@@ -81,7 +81,7 @@ def _validate_tensor(config: _Config, kind: str, text: Any, scalars: frozenset[s
         _validate_reshape(config, text, prefix, scalars)
 
 
-def _validate_reshape(config: _Config, text: Any, prefix: str, scalars: frozenset[str]) -> None:  # noqa: ANN401
+def _validate_reshape(config: _Config, text: Any, prefix: str, scalars: frozenset[str]) -> None:
     dims, shape = list(text.dims), list(text.reshape.shape)
     if any(dim < 1 and dim != -1 for dim in shape):
         raise ModelError(
@@ -108,7 +108,7 @@ def _products(shape: Sequence[int]) -> list[int]:
     return products
 
 
-def _validate_label_file(text: Any, model: ModelDirectory) -> None:  # noqa: ANN401 - protobuf messages have no types
+def _validate_label_file(text: Any, model: ModelDirectory) -> None:
     if not text.label_filename:
         return
     path = os.path.join(model.path, text.label_filename)
@@ -126,7 +126,7 @@ def _validate_preferred(sizes: Sequence[int], max_batch_size: int, what: str, na
             raise ModelError(f"{what} must be <= max batch size for {name}")
 
 
-def _validate_dynamic_batching(batching: Any, max_batch_size: int, name: str) -> None:  # noqa: ANN401
+def _validate_dynamic_batching(batching: Any, max_batch_size: int, name: str) -> None:
     _validate_preferred(batching.preferred_batch_size, max_batch_size, "dynamic batching preferred size", name)
     levels = batching.priority_levels
     if levels > 2**16:
@@ -168,7 +168,7 @@ def _validate_instance_groups(config: _Config, gpus: Sequence[int]) -> None:
         )
 
 
-def _gpu_problems(group: Any, gpus: Sequence[int]) -> Iterator[str]:  # noqa: ANN401 - protobuf messages have no types
+def _gpu_problems(group: Any, gpus: Sequence[int]) -> Iterator[str]:
     kind = _Group.Kind.Name(group.kind)
     if group.kind != _Group.KIND_GPU:
         if group.gpus and group.kind == _Group.KIND_CPU:

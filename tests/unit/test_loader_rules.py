@@ -1,0 +1,246 @@
+"""Versions, backends, Triton's validation rules with Triton's words, and the JSON form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.fakes import models
+from tests.fakes.loading import config_of, reason_of, run
+
+# --- versions -----------------------------------------------------------------------------------------------------
+
+
+def write_versions(root: Path, policy: str, models_by_version: dict[int, object]) -> None:
+    for version, model in models_by_version.items():
+        models.write_model(root, "m", model, version=version, config=policy)
+
+
+@pytest.mark.parametrize(
+    ("policy", "served"),
+    [
+        ("", [10]),
+        ("version_policy { latest { num_versions: 2 } }", [2, 10]),
+        ("version_policy { latest { num_versions: 9 } }", [1, 2, 10]),
+        ("version_policy { all { } }", [1, 2, 10]),
+        ("version_policy { specific { versions: [ 2, 1 ] } }", [1, 2]),
+    ],
+)
+def test_version_policy(tmp_path, policy, served):
+    write_versions(tmp_path, policy, {1: models.add1(), 2: models.add1(), 10: models.add1()})
+    assert list(run(tmp_path).versions) == served
+
+
+def test_a_missing_version_is_noted(tmp_path):
+    write_versions(tmp_path, "version_policy { specific { versions: [ 1, 7 ] } }", {1: models.add1()})
+    config = run(tmp_path)
+    assert list(config.versions) == [1]
+    assert "version 7 is specified for model 'm', but the version directory is not present" in config.notes
+
+
+def test_no_version(tmp_path):
+    models.write_model(tmp_path, "m", version="01")
+    assert run(tmp_path).reason.startswith("failed to load 'm', no version is available")
+
+
+def test_an_older_version_that_does_not_fit_is_left_out(tmp_path):
+    write_versions(tmp_path, "version_policy { all { } }", {1: b"broken", 2: models.matmul(), 3: models.add1()})
+    config = run(tmp_path)
+    assert list(config.versions) == [3]
+    assert sum("is not served" in note for note in config.notes) == 2
+
+
+def test_versions_that_name_dimensions_differently_promise_nothing(tmp_path):
+    other = models.identity(dims=("batch", "other"))
+    write_versions(tmp_path, "version_policy { all { } }", {1: other, 2: models.add1()})
+    config = run(tmp_path)
+    assert list(config.versions) == [1, 2]
+    assert (config.input[0].symbols, config.output[0].symbols) == (("?x:0",), ("?y:0",))
+
+
+# --- backends -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ('platform: "caffe"', "unexpected platform type 'caffe' for m"),
+        (
+            'platform: "onnxruntime_onnx" backend: "python"',
+            "unexpected 'platform' and 'backend' pair, got:onnxruntime_onnx, python",
+        ),
+        ('backend: "no_such_backend"', "needs backend 'no_such_backend', which is not installed; installed are: "),
+        ('backend: "; rm"', "invalid backend name '; rm'"),
+        ('name: "other"', "unexpected directory name 'm' for model 'other', directory name must equal model name"),
+        ('default_model_filename: "../../x.onnx" backend: "onnxruntime"', "must stay within the version directory"),
+        ('default_model_filename: "x.onnx" backend: "onnxruntime"', "unable to find '"),
+        ('parameters { key: "worker_group" value: { string_value: "../x" } }', "parameter worker_group '../x'"),
+    ],
+)
+def test_backend_and_names(tmp_path, text, part):
+    assert part in reason_of(tmp_path, models.add1(), text)
+
+
+def test_nothing_says_which_backend(tmp_path):
+    reason = reason_of(tmp_path, None)
+    assert reason.startswith("Invalid model name: Could not determine backend for model 'm' with no backend in model")
+
+
+def test_a_backend_of_the_model_itself(tmp_path):
+    text = (
+        'backend: "mine" max_batch_size: 2 input { name: "x" data_type: TYPE_STRING dims: [ -1 ] } '
+        'output { name: "y" data_type: TYPE_FP32 dims: [ -1, 2 ] }'
+    )
+    models.write_model(tmp_path, "m", config=text)
+    (tmp_path / "m" / "backend.py").write_text("")
+    config = run(tmp_path)
+    assert (config.backend, config.worker_group, config.platform) == ("mine", "mine", "")
+    assert (config.input[0].datatype, config.input[0].symbols, config.input[0].zero_copy) == ("BYTES", ("?x:0",), False)
+    assert config.output[0].symbols == ("?y:0", "")
+
+
+# --- Triton's rules -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("max_batch_size: -1", "'max_batch_size' must be non-negative value for m"),
+        ("max_batch_size: 70000", "'max_batch_size' must be at most 65534 for m"),
+        ("input { dims: 1 }", "model input must specify 'name' for m"),
+        (
+            'input { name: "x" dims: [ 0 ] }',
+            "model input 'x' dimension must be integer >= 1, or -1 to indicate a variable-size dimension",
+        ),
+        ('input { name: "x" dims: [ -2 ] }', "model input 'x' dimension must be integer >= 1, or -1"),
+        (f'input {{ name: "x" dims: [ {", ".join(["1"] * 64)} ] }}', "has more than 63 dimensions"),
+        ('input { name: "x" } input { name: "x" }', "model input 'x' is specified more than once"),
+        (
+            'max_batch_size: 2 input { name: "x" dims: [ -1 ] reshape { shape: [ 0 ] } }',
+            "model input 'x' reshape dimensions must be integer >= 1, or -1",
+        ),
+        (
+            'max_batch_size: 2 input { name: "x" dims: [ 4 ] reshape { shape: [ 5 ] } }',
+            "model input 'x' has different size for dims and reshape",
+        ),
+        (
+            'max_batch_size: 2 input { name: "x" dims: [ 2, -1, 3 ] reshape { shape: [ -1, 6 ] } }',
+            "model input 'x' has different size for dims and reshape",
+        ),
+        (
+            'max_batch_size: 2 output { name: "y" dims: [ -1 ] reshape { shape: [ 5 ] } }',
+            "model output 'y' has different number of variable-size dimensions for dims and reshape",
+        ),
+        (
+            'max_batch_size: 0 input { name: "x" dims: [ 1 ] reshape { shape: [ ] } }',
+            "cannot have empty reshape for non-batching model as scalar tensors are not supported",
+        ),
+        ('input { name: "x" dims: [ 3 ] format: FORMAT_NHWC }', "model input NHWC/NCHW require 3 dims"),
+        ('output { name: "y" label_filename: "../../secret" }', "label_filename '../../secret', which is no file in"),
+        (
+            "max_batch_size: 4 dynamic_batching { preferred_batch_size: 0 }",
+            "dynamic batching preferred size must be positive for m",
+        ),
+        (
+            "max_batch_size: 4 dynamic_batching { preferred_batch_size: 5 }",
+            "dynamic batching preferred size must be <= max batch size for m",
+        ),
+        (
+            "max_batch_size: 4 dynamic_batching { priority_levels: 2 }",
+            "default priority level must be in range [1, 2] for m",
+        ),
+        (
+            "max_batch_size: 4 dynamic_batching { priority_levels: 2 default_priority_level: 1 "
+            "priority_queue_policy { key: 3 value: { } } }",
+            "priority queue policy must have priority level in range [1, 2] for m",
+        ),
+        (
+            "max_batch_size: 4 dynamic_batching { priority_levels: 2 default_priority_level: 1 "
+            "preserve_ordering: true }",
+            "Only one priority level is allowed when 'preserve_ordering' is true for m",
+        ),
+        (
+            "max_batch_size: 4 dynamic_batching { preserve_ordering: true default_queue_policy { timeout_action: DELAY "
+            "} }",
+            "Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true for m",
+        ),
+        (
+            "max_batch_size: 4 dynamic_batching { max_queue_delay_microseconds: 9223372036854775808 }",
+            "'max_queue_delay_microseconds' must be at most",
+        ),
+        (
+            "max_batch_size: 4 dynamic_batching { default_queue_policy { timeout_action: 7 } }",
+            "queue policy must have timeout_action REJECT or DELAY for m",
+        ),
+        ("instance_group { count: -1 }", "instance group m_0 of model m has count -1, it must be positive"),
+        ("instance_group { count: 1000000 }", "ask for 1000000 instances, the limit is 1024"),
+        (
+            "instance_group { kind: KIND_GPU }",
+            "instance group m_0 of model m has kind KIND_GPU but no GPUs are available",
+        ),
+        (
+            "instance_group { kind: KIND_CPU gpus: 0 }",
+            "instance group m_0 of model m has kind KIND_CPU but specifies one or more GPUs",
+        ),
+        (
+            'parameters { key: "zero_copy_inputs" value: { string_value: "z" } }',
+            "zero_copy_inputs of model 'm' names 'z'",
+        ),
+    ],
+)
+def test_rules(tmp_path, text, part):
+    assert part in reason_of(tmp_path, models.add1(), text)
+
+
+def test_label_files_stay_in_the_model_directory(tmp_path):
+    models.write_model(tmp_path, "m", models.add1(), config='output { name: "y" label_filename: "labels.txt" }')
+    (tmp_path / "m" / "labels.txt").write_text("cat\n")
+    assert run(tmp_path).output[0].label_filename == "labels.txt"
+
+
+def test_instance_groups(tmp_path):
+    config = config_of(
+        tmp_path,
+        models.add1(),
+        "instance_group [ { count: 2 }, { kind: KIND_GPU }, { kind: KIND_GPU gpus: 1 count: 3 }, { kind: KIND_CPU } ]",
+        gpus=(0, 1),
+    )
+    assert [(group.name, group.kind, group.count, group.gpus) for group in config.instance_group] == [
+        ("m_0", "KIND_GPU", 2, (0, 1)),
+        ("m_1", "KIND_GPU", 1, (0, 1)),
+        ("m_2", "KIND_GPU", 3, (1,)),
+        ("m_3", "KIND_CPU", 1, ()),
+    ]
+
+
+# --- the JSON form ------------------------------------------------------------------------------------------------
+
+
+def test_json_has_numbers_defaults_and_field_names(tmp_path):
+    text = (
+        'max_batch_size: 8 input { name: "x" dims: [ -1 ] } dynamic_batching { max_queue_delay_microseconds: 500 '
+        "priority_levels: 1 default_priority_level: 1 priority_queue_policy { key: 1 value: { "
+        'default_timeout_microseconds: 7 } } } version_policy { specific { versions: [ 1 ] } } parameters { key: "a" '
+        'value: { string_value: "12" } } metric_tags { key: "k" value: "34" }'
+    )
+    tree = json.loads(config_of(tmp_path, models.add1(), text).json)
+    assert tree["input"][0]["dims"] == [-1]
+    assert tree["input"][0]["data_type"] == "TYPE_FP32"
+    assert tree["input"][0]["optional"] is False
+    batching = tree["dynamic_batching"]
+    assert batching["max_queue_delay_microseconds"] == 500
+    assert batching["priority_levels"] == 1
+    assert batching["preserve_ordering"] is False
+    assert batching["priority_queue_policy"]["1"]["default_timeout_microseconds"] == 7
+    assert tree["version_policy"] == {"specific": {"versions": [1]}}
+    assert tree["parameters"] == {"a": {"string_value": "12"}}
+    assert tree["metric_tags"] == {"k": "34"}
+    assert tree["optimization"]["input_pinned_memory"] == {"enable": True}
+    assert tree["instance_group"][0]["kind"] == "KIND_CPU"
+
+
+def test_what_is_ignored_is_noted(tmp_path):
+    config = config_of(tmp_path, models.add1(), 'cc_model_filenames { key: "8.0" value: "x" }')
+    assert "cc_model_filenames is ignored: it has no meaning here" in config.notes

@@ -1,0 +1,128 @@
+"""What counts as a model and a version directory, and that no name leads out of the repository."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from broker.repository.scan import ModelDirectory, check_model_name, list_versions, scan
+from shm.errors import InferError
+
+
+def refusal(name: str) -> str:
+    with pytest.raises(InferError) as caught:
+        check_model_name(name)
+    assert caught.value.code == "INVALID_ARG"
+    return caught.value.message
+
+
+@pytest.mark.parametrize("name", ["simple", "yolo-v8.1", "a", "_x", "model.identity", "m" * 255, "c++"])
+def test_ordinary_names_are_accepted(name):
+    check_model_name(name)
+
+
+@pytest.mark.parametrize("name", ["", " ", "\t\n"])
+def test_empty_names(name):
+    assert refusal(name) == "Model name cannot be empty. Please enter a valid name to deploy."
+
+
+@pytest.mark.parametrize("name", ["..", "../x", "a/b", "/etc", "a..b", " ..", "a\\b"])
+def test_path_traversal(name):
+    assert "model name must not contain path traversal characters" in refusal(name)
+
+
+@pytest.mark.parametrize(
+    "name", [";rm -rf", "$(id)", "a|b", "a b", "-rf", ".git", "m" * 256, "a\0b", "é", "a\n", "`x`"]
+)
+def test_characters_that_mean_something_elsewhere(name):
+    assert "must have 1 to 255 of the characters" in refusal(name)
+
+
+@given(st.text())
+def test_an_accepted_name_is_one_harmless_path_component(name):
+    try:
+        check_model_name(name)
+    except InferError:
+        return
+    assert name.isascii()
+    assert os.path.normpath(name) == name == os.path.basename(name)
+    assert not set(name) & set(" \t\n\0/\\;$()|&`'\"*?<>!#~{}[]")
+    assert name[0] not in ".-"
+
+
+def test_directories_are_models_and_hidden_ones_and_files_are_not(tmp_path):
+    for name in ("b", "a", ".git", "..data"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "readme.md").write_text("x")
+    found = scan([str(tmp_path)])
+    assert list(found.models) == ["a", "b"]
+    assert found.models["a"] == ModelDirectory("a", str(tmp_path / "a"), str(tmp_path))
+    assert not found.failures
+    assert not found.errors
+
+
+def test_a_bad_directory_name_is_reported(tmp_path):
+    (tmp_path / "a b").mkdir()
+    found = scan([str(tmp_path)])
+    assert not found.models
+    assert "invalid model name 'a b'" in found.failures["a b"]
+
+
+def test_a_model_in_two_repositories_loads_from_neither(tmp_path):
+    roots = [tmp_path / name for name in ("one", "two", "three")]
+    for root in roots:
+        (root / "m").mkdir(parents=True)
+    found = scan([str(root) for root in roots])
+    assert not found.models
+    assert found.failures == {"m": "failed to poll model 'm': not unique across all model repositories"}
+
+
+def test_the_same_repository_twice_is_one(tmp_path):
+    (tmp_path / "m").mkdir()
+    assert list(scan([str(tmp_path), str(tmp_path)]).models) == ["m"]
+
+
+def test_repositories_that_cannot_be_read(tmp_path):
+    (tmp_path / "file").write_text("")
+    found = scan([str(tmp_path / "missing"), str(tmp_path / "file"), "nul\0"])
+    assert "No such file" in found.errors[str(tmp_path / "missing")]
+    assert "Not a directory" in found.errors[str(tmp_path / "file")]
+    assert len(found.errors) == 3
+
+
+def test_links_inside_the_repository_work_and_links_out_of_it_do_not(tmp_path):
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    (root / ".store" / "m").mkdir(parents=True)
+    (outside / "1").mkdir(parents=True)
+    (root / "inside").symlink_to(root / ".store" / "m")
+    (root / "escape").symlink_to(outside)
+    (root / "loop").symlink_to(root / "loop")
+    found = scan([str(root)])
+    assert found.models["inside"].path == str(root / ".store" / "m")
+    assert list(found.failures) == ["escape"]
+    assert "is a link out of the model repository" in found.failures["escape"]
+
+
+def test_versions(tmp_path):
+    model = tmp_path / "m"
+    for name in ("10", "2", "01", "0", "-3", "1.5", "x", "²", "9" * 20, "configs", "warmup", "initial_state", ".tmp"):
+        (model / name).mkdir(parents=True)
+    (model / "3").write_text("a file")
+    (model / "4").symlink_to(tmp_path.parent)
+    found = list_versions(ModelDirectory("m", str(model), str(tmp_path)))
+    assert found.paths == {2: str(model / "2"), 10: str(model / "10")}
+    assert list(found.paths) == [2, 10]
+    texts = "\n".join(found.ignored)
+    assert "ignore version directory '01' which contains leading zeros in its directory name" in texts
+    for name in ("0", "-3", "1.5", "x", "²", "9" * 20):
+        assert f"ignore version directory '{name}' which fails to convert to integral number" in texts
+    assert "ignore version directory '4' which is a link out of the model repository" in texts
+    assert len(found.ignored) == 8
+
+
+def test_a_directory_that_vanished(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        list_versions(ModelDirectory("m", str(tmp_path / "m"), str(tmp_path)))
