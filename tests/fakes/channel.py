@@ -36,6 +36,7 @@ class Plan:
         self.closed: Verdict | None = None
         self.refused_until_ns = 0
         self.signature: object = None
+        self.simple = True
         self.busy = bytearray(output_positions)
 
     def conflict(self, input_position: int, output_position: int) -> str:
