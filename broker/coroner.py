@@ -1,0 +1,72 @@
+"""What the broker does to the channels of a dead worker, the only time it maps one.
+
+`broker.logical_worker` calls `bury` at every death, in one turn of the event loop, and `end` when no replacement comes.
+The rules are `shm.recovery`'s; what is known of plans comes through `PlanBook`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Protocol
+
+from broker.records import ChannelRecord
+from shm import recovery
+from shm.errors import Code
+
+ALONE_AGAIN = 2  # attempts of a request that was running alone when its worker died for the second time
+
+_log = logging.getLogger(__name__)
+
+
+class PlanBook(Protocol):
+    """What a coroner must know of plans; `plan_word` is index | generation << 32."""
+
+    def retryable(self, session: int, plan_word: int) -> bool:
+        """May a request of this plan that was running be run once more? False for an unknown plan."""
+
+    def model_of(self, session: int, plan_word: int) -> tuple[str, int] | None:
+        """(model, version), None for an unknown plan."""
+
+    def refuse(self, session: int, model: str, until_ns: int) -> None:
+        """Remember, for plans made later, that this pair is refused until then (CLOCK_MONOTONIC)."""
+
+
+def bury(channels: Iterable[ChannelRecord], plans: PlanBook, now_ns: int) -> list[tuple[int, str]]:
+    """End what was running and must not run again; all else waits for the replacement.
+
+    Returns the (session, model) of each request that was alone at its second death.
+    """
+    offences: list[tuple[int, str]] = []
+    for record in channels:
+        session = record.session
+        try:
+            endings = recovery.bury(
+                record.memory,
+                record.ledger,
+                record.pipe_write,
+                record.slots,
+                lambda word, session=session: plans.retryable(session, word),  # type: ignore[misc]
+                now_ns,
+            )
+        except Exception:  # the other channels' requests must have their endings whatever is wrong with this one
+            _log.exception("channel %d cannot be buried", record.channel)
+            continue
+        for ending in endings:
+            model = plans.model_of(session, ending.plan_word)
+            if ending.attempts >= ALONE_AGAIN and model is not None:
+                offences.append((session, model[0]))
+    return offences
+
+
+def end(channels: Iterable[ChannelRecord], message: str, now_ns: int) -> int:
+    """End everything that waits in these channels as UNAVAILABLE. Returns how many requests that were."""
+    count = 0
+    for record in channels:
+        try:
+            count += recovery.end_all(
+                record.memory, record.ledger, record.pipe_write, record.slots, Code.UNAVAILABLE, message, now_ns
+            )
+        except Exception:
+            _log.exception("channel %d cannot be ended", record.channel)
+    return count

@@ -1,0 +1,227 @@
+"""What a worker must have, and bringing its current process to have it.
+
+Used by `broker.logical_worker` alone, which says which process is current and when it is up. Everything asked for is
+recorded first, so that a process which dies before it acknowledges makes no difference: the replacement is brought it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar, final
+
+from msgspec.structs import replace
+
+from broker.supervision import Load, LoadDeaths
+from broker.worker.messages import AttachChannel, LinkMessage, LoadInstances
+from broker.worker_process import ProcessDied, WorkerProcess
+from shm.errors import Code, InferError
+
+ANSWER_S = 30.0  # for a worker, or its replacement, to acknowledge
+LOADS = 4  # at a time in one worker (Triton's --model-load-thread-count)
+REPLAYED = 64  # acknowledgements outstanding during a replay
+STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
+
+K = TypeVar("K", bound=Hashable)
+
+
+@final
+class NoAnswer(InferError):
+    """A worker, with its replacements, took too long."""
+
+
+@final
+class Wanted:
+    """One thing that the process must have. `sent` and `done` are lives: 0 none, else the latest one."""
+
+    __slots__ = ("descriptors", "done", "dropped", "error", "lock", "message", "sent")
+
+    def __init__(self, message: LinkMessage, descriptors: tuple[int, ...] = ()) -> None:
+        self.message = message
+        self.descriptors = descriptors
+        self.sent = 0
+        self.done = 0
+        self.error: InferError | None = None
+        self.dropped = False
+        self.lock = asyncio.Lock()
+
+
+@final
+class DesiredState:
+    """Models, regions, plans and channels of one worker; `process` is the current one, `up` is set once it has all.
+
+    `on_lost` is told of what a replacement refused although a predecessor had it.
+    """
+
+    __slots__ = (
+        "_alone",
+        "_describe",
+        "_on_lost",
+        "_slots",
+        "channels",
+        "deaths",
+        "loading",
+        "models",
+        "plans",
+        "process",
+        "regions",
+        "stopping",
+        "up",
+    )
+
+    def __init__(
+        self, deaths: LoadDeaths, on_lost: Callable[[LinkMessage, str], None], describe: Callable[[], str]
+    ) -> None:
+        self.process: WorkerProcess | None = None
+        self.up = asyncio.Event()
+        self.stopping = asyncio.Event()
+        self.models: dict[Load, Wanted] = {}
+        self.regions: dict[tuple[int, int], Wanted] = {}
+        self.plans: dict[tuple[int, int, int], Wanted] = {}
+        self.channels: dict[int, Wanted] = {}
+        self.loading: set[Load] = set()  # outstanding in the current process
+        self.deaths = deaths
+        self._on_lost = on_lost
+        self._describe = describe
+        self._slots = asyncio.Semaphore(LOADS)
+        self._alone = asyncio.Lock()
+
+    async def have(
+        self,
+        table: dict[K, Wanted],
+        key: K,
+        wanted: Wanted,
+        undo: LinkMessage | None,
+        limit_s: float = ANSWER_S,
+    ) -> None:
+        """Record it and return when the current process has acknowledged it; what is there already is not sent again.
+
+        Raises InferError when the worker refuses, or does not answer in time; it is not wanted any more then.
+        """
+        present = table.get(key)
+        if present is None or present.message != wanted.message:
+            table[key] = wanted
+        else:
+            wanted = present
+        try:
+            async with asyncio.timeout(limit_s), wanted.lock:
+                await self._bring(wanted)
+        except BaseException as error:
+            self.abandon(table, key, undo, wanted)
+            if isinstance(error, TimeoutError):
+                raise self._no_answer(wanted.message, limit_s) from None
+            raise
+
+    async def forget(self, table: dict[K, Wanted], key: K, undo: LinkMessage) -> None:
+        """Take it back; returns when the current process has acknowledged that, or never had it."""
+        wanted = table.pop(key, None)
+        if wanted is None:
+            return
+        wanted.dropped = True
+        process = self.process
+        if process is None or wanted.sent != process.life:
+            return
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await process.request(undo)
+        except ProcessDied:
+            pass  # and with it what it had
+        except TimeoutError:
+            raise self._no_answer(undo, ANSWER_S) from None
+
+    def abandon(self, table: dict[K, Wanted], key: K, undo: LinkMessage | None, only: Wanted | None = None) -> None:
+        """Take it back without waiting for the process. `only`: unless something else has its place by now."""
+        wanted = table.get(key) if only is None else only
+        if wanted is None:
+            return
+        if table.get(key) is wanted:
+            del table[key]
+        wanted.dropped = True
+        process = self.process
+        if undo is not None and wanted.error is None and process is not None and wanted.sent == process.life:
+            with contextlib.suppress(ProcessDied):
+                process.post(undo)
+
+    async def bring_models(self) -> None:
+        """To a new process, before anything else. Raises ProcessDied."""
+        # A reload that has not succeeded yet comes after what it is to replace: whoever asked for it brings it.
+        loads = [load for load in self.models if not any(supersedes(load, other) for other in self.models)]
+        suspects = [load for load in loads if self.deaths.suspect(load)]
+        crowd = [load for load in loads if load not in suspects]
+        await self._bring_all(self.models, crowd, len(crowd))
+        await self._bring_all(self.models, suspects, 1)
+
+    async def bring_rest(self) -> None:
+        """To a process that has its models: regions, then plans, then channels. Raises ProcessDied."""
+        await self._bring_all(self.regions, list(self.regions), REPLAYED)
+        await self._bring_all(self.plans, list(self.plans), REPLAYED)
+        await self._bring_all(self.channels, list(self.channels), REPLAYED)
+
+    async def _bring(self, wanted: Wanted) -> None:
+        while True:
+            await self.up.wait()
+            process = self.process
+            if wanted.error is not None:
+                raise wanted.error
+            if process is None or self.stopping.is_set():
+                raise InferError(Code.UNAVAILABLE, STOPPING)
+            if wanted.dropped:
+                raise InferError(Code.UNAVAILABLE, f"{type(wanted.message).__name__} was withdrawn meanwhile")
+            if wanted.done == process.life:
+                return
+            with contextlib.suppress(ProcessDied):
+                await self._send(process, wanted)
+                return
+
+    async def _bring_all(self, table: dict[K, Wanted], keys: list[K], width: int) -> None:
+        process = self.process
+        assert process is not None
+        for at in range(0, len(keys), max(1, width)):
+            batch = [table[key] for key in keys[at : at + width] if key in table]
+            answers: list[Any] = await asyncio.gather(
+                *(self._send(process, wanted) for wanted in batch), return_exceptions=True
+            )
+            for wanted, answer in zip(batch, answers, strict=True):
+                if isinstance(answer, InferError):
+                    self._on_lost(wanted.message, answer.message)
+                elif isinstance(answer, BaseException):
+                    raise answer
+        for key in [key for key in keys if key in table and table[key].error is not None]:
+            self.abandon(table, key, None)
+
+    async def _send(self, process: WorkerProcess, wanted: Wanted) -> None:
+        """Raises ProcessDied, and InferError when the worker refuses."""
+        message = wanted.message
+        if isinstance(message, AttachChannel):
+            message = replace(message, recover=wanted.sent != 0)
+        wanted.sent = process.life
+        try:
+            if isinstance(message, LoadInstances):
+                await self._send_load(process, message)
+            else:
+                await process.request(message, wanted.descriptors)
+        except InferError as error:
+            wanted.error = error
+            raise
+        wanted.done = process.life
+
+    async def _send_load(self, process: WorkerProcess, message: LoadInstances) -> None:
+        load = (message.config.name, message.version, message.generation)
+        turn = self._alone if self.deaths.suspect(load) else contextlib.nullcontext()
+        async with turn, self._slots:
+            self.loading.add(load)
+            try:
+                await process.request(message)
+            finally:
+                self.loading.discard(load)
+        self.deaths.forget(load)
+
+    def _no_answer(self, message: LinkMessage, limit_s: float) -> NoAnswer:
+        what = f"the worker did not answer {type(message).__name__} within {limit_s:g} s"
+        return NoAnswer(Code.UNAVAILABLE, f"{what} ({self._describe()})")
+
+
+def supersedes(newer: Load, older: Load) -> bool:
+    """Is `newer` a later load of the same version of the same model?"""
+    return newer[:2] == older[:2] and newer[2] > older[2]

@@ -1,0 +1,351 @@
+"""One worker as everybody else sees it, over the deaths of its processes.
+
+Made by `broker.workers`. Starts a process, has it brought what the worker must have, and when it dies gives the endings
+that are due, finds out why, and starts the next one. Knows no rule of who may ask for what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Protocol, final
+
+from msgspec.structs import replace
+
+from broker.coroner import PlanBook, bury, end
+from broker.desired_state import ANSWER_S, STOPPING, DesiredState, NoAnswer, Wanted, supersedes
+from broker.records import ChannelRecord, RegionEntry
+from broker.repository.config import ModelConfig
+from broker.statistics_blocks import StatisticsBlocks
+from broker.supervision import REFUSAL_NS, BackOff, Load, LoadDeaths, Offenders
+from broker.worker.messages import (
+    AddRegion,
+    AttachChannel,
+    BindPlan,
+    ChannelBroken,
+    DetachChannel,
+    Drain,
+    DropPlan,
+    LinkMessage,
+    LoadInstances,
+    RetireRegion,
+    Start,
+    UnloadModel,
+)
+from broker.worker_process import Exit, ProcessDied, WorkerProcess
+from broker.zygote_link import StartFailed, Zygote
+from shm.errors import Code, InferError
+
+LOAD_S = 600.0  # for a worker, or its replacements, to load a model; for a replacement to load all
+REST_S = 60.0  # for a replacement to take over regions, plans and channels
+
+_log = logging.getLogger(__name__)
+
+
+class Owner(Protocol):
+    """What a worker needs of `broker.workers.Workers`."""
+
+    blocks: StatisticsBlocks
+    model_load_deaths: int
+    plans: PlanBook | None
+    on_channel_broken: Callable[[int, str], None]
+    on_model_lost: Callable[[str, int, int, str], None]
+
+    def quarantine(self, region: int, generation: int) -> None:
+        """This region was truncated: no worker may map it again."""
+
+
+@final
+class Worker:
+    """A worker by its key, "device/group". Methods that await return once the current process has acknowledged.
+
+    A process that dies meanwhile does not show: its replacement is brought the same. Where that takes more than 30 s,
+    or the worker refuses, they raise InferError, and what was asked for is not wanted any more.
+    """
+
+    __slots__ = (
+        "_back_off",
+        "_given_up",
+        "_kill_next",
+        "_life",
+        "_offenders",
+        "_owner",
+        "_records",
+        "_state",
+        "_task",
+        "_was_ready",
+        "_zygote",
+        "block",
+        "instances",
+        "key",
+        "last_death",
+        "restarts",
+        "state",
+    )
+
+    def __init__(self, key: str, owner: Owner, zygote: Zygote) -> None:
+        self.key = key
+        self.state = "starting"  # "ready", "backoff", "stopped"
+        self.restarts = 0
+        self.last_death = ""
+        self.instances: dict[int, float] = {}  # statistics block of what may run → its model's hang_timeout_s
+        self._owner = owner
+        self._zygote = zygote
+        self.block = owner.blocks.take((key, 0), 1)[0]
+        self._state = DesiredState(LoadDeaths(owner.model_load_deaths), self._lost, self._describe)
+        self._records: dict[int, ChannelRecord] = {}
+        self._life = 0
+        self._was_ready = False
+        self._back_off = BackOff()
+        self._offenders = Offenders()
+        self._given_up: Load | None = None
+        self._kill_next = False
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin its life. Called once."""
+        self._task = asyncio.create_task(self._run(), name=f"worker {self.key}")
+
+    @property
+    def pid(self) -> int | None:
+        """Of the current process."""
+        return self._state.process.pid if self._state.process is not None else None
+
+    # --- what it must have -----------------------------------------------------------------------------------------
+
+    async def load(self, config: ModelConfig, version: int, generation: int, blocks: tuple[int, ...]) -> None:
+        """Load a version of a model; the generation of it that is loaded now serves until then."""
+        load = (config.name, version, generation)
+        message = LoadInstances(config=config, version=version, generation=generation, blocks=blocks)
+        models = self._state.models
+        self.instances.update(dict.fromkeys(blocks, config.hang_timeout_s))
+        try:
+            await self._state.have(models, load, Wanted(message), None, LOAD_S)
+        except NoAnswer:  # the load may still end, and nobody would know what is loaded then
+            self.kill(f"loading model '{config.name}' version {version} took more than {LOAD_S:g} s")
+            raise
+        for older in [older for older in models if supersedes(load, older)]:
+            del models[older]
+
+    async def unload(self, model: str, version: int) -> None:
+        """Returns when new requests for it end; those accepted are finished."""
+        models = self._state.models
+        for load in [load for load in models if load[:2] == (model, version)]:
+            await self._state.forget(models, load, UnloadModel(model=model, version=version))
+
+    async def add_region(self, entry: RegionEntry) -> None:
+        """Map it. Asking again for what is there returns at once."""
+        message = AddRegion(
+            region=entry.region,
+            generation=entry.generation,
+            name=entry.name,
+            kind=entry.kind,
+            byte_size=entry.byte_size,
+            offset=entry.offset,
+            file_size=entry.file_size,
+            device=entry.device,
+            inode=entry.inode,
+            writable=entry.writable,
+        )
+        undo = RetireRegion(region=entry.region, generation=entry.generation)
+        await self._state.have(self._state.regions, entry.identity, Wanted(message, (entry.fd,)), undo)
+
+    async def retire_region(self, region: int, generation: int) -> None:
+        """Returns when no new request can use it."""
+        undo = RetireRegion(region=region, generation=generation)
+        await self._state.forget(self._state.regions, (region, generation), undo)
+
+    def has_region(self, region: int, generation: int) -> bool:
+        """Has a process acknowledged it? (Its replacements get it before anything that could use it.)"""
+        wanted = self._state.regions.get((region, generation))
+        return wanted is not None and wanted.done > 0
+
+    async def bind_plan(self, message: BindPlan) -> None:
+        """Make it known."""
+        key = (message.session, message.index, message.generation)
+        undo = DropPlan(session=message.session, index=message.index, generation=message.generation)
+        await self._state.have(self._state.plans, key, Wanted(message), undo)
+
+    def drop_plan(self, session: int, index: int, generation: int) -> None:
+        """Forget it; its requests in flight end as usual."""
+        undo = DropPlan(session=session, index=index, generation=generation)
+        self._state.abandon(self._state.plans, (session, index, generation), undo)
+
+    async def attach_channel(self, record: ChannelRecord) -> None:
+        """Have it served."""
+        message = AttachChannel(channel=record.channel, session=record.session, slots=record.slots, recover=False)
+        descriptors = (record.memory, record.ledger, record.bell, record.pipe_write)
+        self._records[record.channel] = record
+        try:
+            undo = DetachChannel(channel=record.channel)
+            await self._state.have(self._state.channels, record.channel, Wanted(message, descriptors), undo)
+        except BaseException:
+            self._records.pop(record.channel, None)
+            raise
+
+    async def detach_channel(self, channel: int) -> None:
+        """Returns when the worker is idle on it; then its descriptors may be closed."""
+        self._records.pop(channel, None)
+        await self._state.forget(self._state.channels, channel, DetachChannel(channel=channel))
+
+    def quarantine(self, region: int, generation: int) -> None:
+        """No process gets this region any more."""
+        undo = RetireRegion(region=region, generation=generation)
+        self._state.abandon(self._state.regions, (region, generation), undo)
+
+    # --- its life --------------------------------------------------------------------------------------------------
+
+    def kill(self, reason: str) -> None:
+        """SIGKILL the current process; it is replaced as after any death."""
+        if self._state.process is not None:
+            self._state.process.kill(reason)
+
+    async def stop(self, timeout: float) -> None:  # noqa: ASYNC109  what follows the deadline is part of stopping
+        """Drain, wait for the exit, kill after `timeout` seconds. Returns when the process is gone."""
+        state = self._state
+        state.stopping.set()
+        try:
+            async with asyncio.timeout(timeout):
+                await state.up.wait()
+                if state.process is not None:
+                    state.process.post(Drain())
+                    await state.process.died.wait()
+        except (TimeoutError, ProcessDied):
+            self._kill_next = True
+            self.kill(f"did not drain within {timeout:g} s")
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        state = self._state
+        while not state.stopping.is_set():
+            self.state = "starting"
+            self._was_ready = False
+            try:
+                process = state.process = await self._fork()
+            except StartFailed as error:
+                await self._after_failed_start(str(error))
+                continue
+            await self._bring_up(process)
+            await process.died.wait()
+            ended = process.exit(await self._zygote.exit_code(process.pid, process.pidfd))
+            process.close()
+            state.process = None
+            if not state.stopping.is_set():
+                await self._after_death(process.pid, ended)
+        end(self._records.values(), STOPPING, time.monotonic_ns())
+        self.state = "stopped"
+        state.up.set()
+
+    async def _fork(self) -> WorkerProcess:
+        link, pid, pidfd = await self._zygote.fork()
+        self._life += 1
+        process = WorkerProcess(link, pid, pidfd, self._life, on_exit=self._exited, on_broken=self._channel_broken)
+        if self._kill_next:
+            process.kill("the broker is stopping")
+        return process
+
+    async def _bring_up(self, process: WorkerProcess) -> None:
+        """Returns when it is ready, or will be dead."""
+        start = Start(worker=self.key, broker_pid=os.getpid(), block=self.block)
+        try:
+            process.post(start, (self._owner.blocks.page.fd,))
+            async with asyncio.timeout(ANSWER_S):
+                await process.ready
+            async with asyncio.timeout(LOAD_S):
+                await self._state.bring_models()
+            self._was_ready = True
+            async with asyncio.timeout(REST_S):
+                await self._state.bring_rest()
+        except ProcessDied:
+            return
+        except TimeoutError:
+            process.kill("did not become ready in time")
+        except Exception:  # a worker that lacks something must not look ready
+            _log.exception("worker '%s' cannot be brought up", self.key)
+            process.kill("the broker could not bring it up")
+        else:
+            self.state = "ready"
+            self._state.up.set()
+
+    def _exited(self, process: WorkerProcess) -> None:
+        """Before anything else that follows a death: the endings that are due, in this turn of the event loop."""
+        self._state.up.clear()
+        plans, now_ns = self._owner.plans, time.monotonic_ns()
+        if plans is not None:
+            for session, model in bury(self._records.values(), plans, now_ns):
+                if self._offenders.ending(session, model, now_ns):
+                    self._refuse(plans, session, model, now_ns + REFUSAL_NS)
+        self._owner.blocks.abandon(tuple(self.instances))
+        self._given_up = self._state.deaths.died(self._state.loading)
+
+    def _refuse(self, plans: PlanBook, session: int, model: str, until_ns: int) -> None:
+        _log.error("session %d killed worker '%s' twice with model '%s': refused for 60 s", session, self.key, model)
+        plans.refuse(session, model, until_ns)
+        for wanted in self._state.plans.values():
+            message = wanted.message
+            if isinstance(message, BindPlan) and (message.session, message.model) == (session, model):
+                wanted.message = replace(message, refused_until_ns=until_ns)
+
+    async def _after_death(self, pid: int, ended: Exit) -> None:
+        self.last_death = ended.text
+        self.restarts += 1
+        delay_s = self._back_off.after_death(self._was_ready)
+        _log.error("worker '%s' (pid %d): %s; next start in %g s", self.key, pid, ended.text, delay_s)
+        if ended.signal == signal.SIGBUS:
+            self._quarantine_shrunk()
+        if self._given_up is not None:
+            self._give_up(self._given_up, ended.text)
+        await self._pause(delay_s)
+
+    async def _after_failed_start(self, reason: str) -> None:
+        self.last_death = f"could not be started: {reason}"
+        delay_s = self._back_off.after_death(False)
+        _log.error("worker '%s' could not be started: %s; next try in %g s", self.key, reason, delay_s)
+        if self._back_off.hopeless:
+            end(self._records.values(), f"worker '{self.key}' cannot be started: {reason}", time.monotonic_ns())
+        await self._pause(delay_s)
+
+    async def _pause(self, delay_s: float) -> None:
+        if delay_s:
+            self.state = "backoff"
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(delay_s):
+                    await self._state.stopping.wait()
+
+    def _quarantine_shrunk(self) -> None:
+        """A SIGBUS: was a region truncated? Given to the replacement it would kill that too."""
+        for wanted in tuple(self._state.regions.values()):
+            message = wanted.message
+            if not isinstance(message, AddRegion) or message.kind != "system":
+                continue
+            with contextlib.suppress(OSError):
+                size = os.fstat(wanted.descriptors[0]).st_size
+                if size < message.offset + message.byte_size:
+                    _log.error("region '%s' was truncated to %d bytes: retired", message.name, size)
+                    self._owner.quarantine(message.region, message.generation)
+
+    def _give_up(self, load: Load, death: str) -> None:
+        limit = self._state.deaths.limit
+        reason = f"the worker died {limit} times in a row while loading it (last: {death})"
+        wanted = self._state.models.pop(load, None)
+        if wanted is not None:
+            wanted.error = InferError(Code.UNAVAILABLE, reason)
+            self._owner.on_model_lost(*load, reason)
+
+    def _lost(self, message: LinkMessage, reason: str) -> None:
+        _log.warning("worker '%s' cannot be given %s again: %s", self.key, type(message).__name__, reason)
+        if isinstance(message, LoadInstances):
+            self._owner.on_model_lost(message.config.name, message.version, message.generation, reason)
+
+    def _channel_broken(self, message: ChannelBroken) -> None:
+        self._owner.on_channel_broken(message.channel, message.reason)
+
+    def _describe(self) -> str:
+        death = f", its last process: {self.last_death}" if self.last_death else ""
+        return f"worker '{self.key}' is {self.state}{death}"

@@ -1,0 +1,144 @@
+"""Who has which block of the statistics page, and the counters added up in Triton's form.
+
+`broker.workers` takes a block per worker, `broker.models` one per model instance. A block stays with its owner over
+reloads and worker deaths, so that counters only grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+from shm.errors import Code, InferError
+from shm.statistics import (
+    BATCH,
+    BATCHES,
+    BLOCK,
+    BLOCKS,
+    CANCELLED,
+    COPIED,
+    EXECUTIONS,
+    EXPIRED,
+    FAIL,
+    FAIL_NS,
+    INFER_NS,
+    INFERENCES,
+    INPUT_NS,
+    LAST_MS,
+    MAX_BATCH,
+    OUTPUT_NS,
+    PENDING,
+    QUEUE_NS,
+    REASONS,
+    RETRIED,
+    SUCCESS,
+    StatisticsPage,
+)
+
+Owner = tuple[str, int]  # (model, version), or (worker key, 0)
+
+
+@final
+class StatisticsBlocks:
+    """Gives out the blocks of one page."""
+
+    __slots__ = ("_blocks", "_free", "_owners", "page")
+
+    def __init__(self, page: StatisticsPage) -> None:
+        self.page = page
+        self._free = list(range(BLOCKS - 1, -1, -1))
+        self._blocks: dict[Owner, list[int]] = {}
+        self._owners: dict[int, Owner] = {}
+
+    def has_room(self, owner: Owner, count: int) -> bool:
+        """Would `take` succeed?"""
+        return count - len(self._blocks.get(owner, ())) <= len(self._free)
+
+    def take(self, owner: Owner, count: int) -> tuple[int, ...]:
+        """The first `count` blocks of `owner`, those it had before among them. Raises InferError UNAVAILABLE."""
+        blocks = self._blocks.setdefault(owner, [])
+        missing = count - len(blocks)
+        if not self.has_room(owner, count):
+            raise InferError(
+                Code.UNAVAILABLE,
+                f"no room for {missing} more statistics blocks: all models' instances and workers together have at "
+                f"most {BLOCKS}; lower the count of an instance_group",
+            )
+        for _ in range(missing):
+            block = self._free.pop()
+            self._owners[block] = owner
+            blocks.append(block)
+        return tuple(blocks[:count])
+
+    def give_back(self, owner: Owner) -> None:
+        """Forget an owner and its counters."""
+        for block in self._blocks.pop(owner, []):
+            del self._owners[block]
+            self.page.words[block * BLOCK : (block + 1) * BLOCK] = memoryview(bytes(BLOCK * 8)).cast("Q")
+            self._free.append(block)
+
+    def owner(self, block: int) -> Owner:
+        """Whose block it is."""
+        return self._owners[block]
+
+    def abandon(self, blocks: Sequence[int]) -> None:
+        """The process that wrote these blocks is dead: nothing runs there and nothing is queued."""
+        for block in blocks:
+            self.page.words[block * BLOCK + BATCH] = 0
+            self.page.words[block * BLOCK + PENDING] = 0
+
+    def model_stats(self, model: str, version: int) -> dict[str, Any]:
+        """One entry of Triton's `model_stats` (durations in ns), with our own keys beside it."""
+        blocks = [self.page.block(block) for block in self._blocks.get((model, version), ())]
+
+        def total(word: int) -> int:
+            return sum(block[word] for block in blocks)
+
+        success, executions = total(SUCCESS), total(EXECUTIONS)
+        durations = {name: total(word) for name, word in _DURATIONS}
+        return {
+            "name": model,
+            "version": str(version),
+            "last_inference": max((block[LAST_MS] for block in blocks), default=0),
+            "inference_count": total(INFERENCES),
+            "execution_count": executions,
+            "inference_stats": {
+                "success": _duration(success, sum(durations.values())),
+                "fail": _duration(total(FAIL), total(FAIL_NS)),
+                **{name: _duration(success, ns) for name, ns in durations.items()},
+                "cache_hit": _duration(0, 0),
+                "cache_miss": _duration(0, 0),
+            },
+            "batch_stats": _batch_stats(blocks),
+            "memory_usage": [],
+            "cancelled": total(CANCELLED),
+            "expired": total(EXPIRED),
+            "retried": total(RETRIED),
+            "pending": total(PENDING),
+            "copied_bytes": {reason: total(COPIED + at) for at, reason in enumerate(REASONS)},
+        }
+
+
+_DURATIONS = (
+    ("queue", QUEUE_NS),
+    ("compute_input", INPUT_NS),
+    ("compute_infer", INFER_NS),
+    ("compute_output", OUTPUT_NS),
+)
+
+
+def _duration(count: int, ns: int) -> dict[str, int]:
+    return {"count": count, "ns": ns}
+
+
+def _batch_stats(blocks: list[memoryview]) -> list[dict[str, Any]]:
+    stats: list[dict[str, Any]] = []
+    for size in range(1, MAX_BATCH + 1):
+        at = BATCHES + 4 * (size - 1)
+        executions = sum(block[at] for block in blocks)
+        if executions:
+            parts = (sum(block[at + part] for block in blocks) for part in (1, 2, 3))
+            names = ("compute_input", "compute_infer", "compute_output")
+            durations = {name: _duration(executions, ns) for name, ns in zip(names, parts, strict=True)}
+            stats.append({"batch_size": size, **durations})
+    return stats

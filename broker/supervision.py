@@ -1,0 +1,144 @@
+"""The rules of supervision, without processes: when to restart, whom to blame, what counts as hung.
+
+`broker.workers` asks them. Nothing here reads a clock, a page or a descriptor: times are arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, final
+
+RESTART_DELAYS_S = (0.0, 0.1, 0.5, 2.0, 10.0, 30.0)
+HOPELESS = 4  # failed starts in a row after which waiting requests are ended: the next try is 10 s away or more
+BLAME_WINDOW_NS = 60_000_000_000
+REFUSAL_NS = 60_000_000_000
+HANG_FLOOR_S = 10.0
+HANG_FACTOR = 10
+HANG_UNMEASURED_S = 120.0
+
+Load = tuple[str, int, int]  # model, version, generation
+
+
+@final
+class BackOff:
+    """How long to wait before the next start of a worker. Only deaths before it was ready count."""
+
+    __slots__ = ("failures",)
+
+    def __init__(self) -> None:
+        self.failures = 0
+
+    def after_death(self, was_ready: bool) -> float:
+        """Seconds until the next start. A worker that had been ready is replaced at once, always."""
+        if was_ready:
+            self.failures = 0
+            return RESTART_DELAYS_S[0]
+        delay = RESTART_DELAYS_S[min(self.failures, len(RESTART_DELAYS_S) - 1)]
+        self.failures += 1
+        return delay
+
+    @property
+    def hopeless(self) -> bool:
+        """Too many failed starts in a row for requests to go on waiting for the next one."""
+        return self.failures > HOPELESS
+
+
+@final
+class LoadDeaths:
+    """Which model load a worker must come back without, after `limit` deaths in a row while loading it.
+
+    A death is blamed on a load only when no other load was outstanding. Loads that died in company twice, or alone
+    once, are suspects: each is loaded with nothing beside it from then on, so that the next death names the right one.
+    """
+
+    __slots__ = ("_alone", "_company", "limit")
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._alone: dict[Load, int] = {}
+        self._company: dict[Load, int] = {}
+
+    def died(self, outstanding: Iterable[Load]) -> Load | None:
+        """The process died while these loads were outstanding. Returns the one to give up, if it is its turn."""
+        loads = tuple(outstanding)
+        if len(loads) == 1:
+            load = loads[0]
+            self._alone[load] = self._alone.get(load, 0) + 1
+            if self._alone[load] >= self.limit:
+                self.forget(load)
+                return load
+        else:
+            for load in loads:
+                self._company[load] = self._company.get(load, 0) + 1
+        return None
+
+    def suspect(self, load: Load) -> bool:
+        """Must this be loaded alone?"""
+        return load in self._alone or self._company.get(load, 0) >= 2
+
+    def forget(self, load: Load) -> None:
+        """It was loaded, or is not wanted any more."""
+        self._alone.pop(load, None)
+        self._company.pop(load, None)
+
+
+@final
+class Offenders:
+    """(session, model) pairs whose requests killed workers: two endings of requests that ran alone, within 60 s."""
+
+    __slots__ = ("_last",)
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[int, str], int] = {}
+
+    def ending(self, session: int, model: str, now_ns: int) -> bool:
+        """A request of this pair was alone at its second death. True: refuse the pair for `REFUSAL_NS`."""
+        self._last = {pair: at for pair, at in self._last.items() if now_ns - at <= BLAME_WINDOW_NS}
+        if self._last.pop((session, model), None) is not None:
+            return True
+        self._last[session, model] = now_ns
+        return False
+
+
+class Running(NamedTuple):
+    """A model instance's block in the statistics page, read while its BATCH word was not zero."""
+
+    block: int
+    started_ns: int
+    expected_ns: int
+    hang_timeout_s: float  # the model's own setting; 0 = none
+
+
+def hang_limit_s(expected_ns: int, hang_timeout_s: float) -> float:
+    """How long a batch may run whose longest run so far, at its size or larger, took `expected_ns` (0: unmeasured)."""
+    if hang_timeout_s > 0:
+        return hang_timeout_s
+    if expected_ns == 0:
+        return HANG_UNMEASURED_S
+    return max(HANG_FLOOR_S, HANG_FACTOR * expected_ns / 1e9)
+
+
+@final
+class HangWatch:
+    """Finds instances that run longer than they may.
+
+    The words of a block are not read in one step, so BATCH may be new while STARTED is still that of the batch
+    before: a verdict needs the same STARTED in two samples.
+    """
+
+    __slots__ = ("_seen",)
+
+    def __init__(self) -> None:
+        self._seen: dict[int, int] = {}
+
+    def sample(self, running: Iterable[Running], now_ns: int) -> list[Running]:
+        """The instances that hang. Call it with everything that runs now."""
+        seen: dict[int, int] = {}
+        hung: list[Running] = []
+        for instance in running:
+            seen[instance.block] = instance.started_ns
+            limit_ns = hang_limit_s(instance.expected_ns, instance.hang_timeout_s) * 1e9
+            if self._seen.get(instance.block) == instance.started_ns and now_ns - instance.started_ns > limit_ns:
+                hung.append(instance)
+        self._seen = seen
+        return hung

@@ -1,0 +1,243 @@
+"""One life of a worker process as the broker holds it: its link, its pidfd, its end.
+
+`broker.workers` is the only user. What is known here is descriptors, messages and ends of processes; what a worker must
+load or map, and what follows from its death, is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple, final
+
+import msgspec
+
+from broker.worker.messages import (
+    Acknowledged,
+    ChannelBroken,
+    LinkMessage,
+    Ready,
+    Refused,
+    decode_to_broker,
+    encode,
+)
+from shm.errors import Code, InferError, ProtocolError
+from shm.messages import MAX_DATAGRAM
+from shm.sockets import close_all, receive, send
+
+LINGER_S = 1.0  # between the end of a link and the end of its process
+OUTBOX = 65536  # messages that wait for a worker to read its link
+
+
+class ProcessDied(Exception):
+    """The worker process ended before it answered."""
+
+
+class Exit(NamedTuple):
+    """How a process ended: `signal` is 0 unless one killed it."""
+
+    text: str
+    signal: int
+
+
+def describe_exit(code: int | None) -> Exit:
+    """`code`: exit code, or minus the signal; None when somebody else reaped the process."""
+    if code is None:
+        return Exit("ended, nobody knows how", 0)
+    if code >= 0:
+        return Exit(f"exit code {code}", 0)
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return Exit(f"killed by {name}", -code)
+
+
+def kill(pidfd: int) -> None:
+    """SIGKILL, to that process and no other."""
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+
+@final
+class WorkerProcess:
+    """One life. `on_exit` runs as soon as the pidfd is readable and the link is drained, before anything else."""
+
+    __slots__ = (
+        "_answers",
+        "_last_id",
+        "_link",
+        "_loop",
+        "_on_broken",
+        "_on_exit",
+        "_outbox",
+        "_reading",
+        "_writing",
+        "died",
+        "kill_reason",
+        "life",
+        "pid",
+        "pidfd",
+        "ready",
+    )
+
+    def __init__(
+        self,
+        link: socket.socket,
+        pid: int,
+        pidfd: int,
+        life: int,
+        *,
+        on_exit: Callable[[WorkerProcess], None],
+        on_broken: Callable[[ChannelBroken], None],
+    ) -> None:
+        self.pid = pid
+        self.pidfd = pidfd
+        self.life = life
+        self.kill_reason = ""
+        self._loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[None] = self._loop.create_future()
+        self.died = asyncio.Event()
+        self._link = link
+        self._on_exit = on_exit
+        self._on_broken = on_broken
+        self._answers: dict[int, asyncio.Future[None]] = {}
+        self._last_id = 0
+        self._outbox: deque[tuple[bytes, tuple[int, ...]]] = deque()
+        self._reading = True
+        self._writing = False
+        self._loop.add_reader(link, self._readable)
+        self._loop.add_reader(pidfd, self._exited)
+
+    async def request(self, message: LinkMessage, descriptors: tuple[int, ...] = ()) -> None:
+        """Send, and return when it is acknowledged.
+
+        Raises InferError with the worker's reason when it refuses, ProcessDied when it ends first.
+        """
+        answer: asyncio.Future[None] = self._loop.create_future()
+        number = self.post(message, descriptors)
+        self._answers[number] = answer
+        try:
+            await answer
+        finally:
+            self._answers.pop(number, None)
+
+    def post(self, message: LinkMessage, descriptors: tuple[int, ...] = ()) -> int:
+        """Send without waiting; the answer to the returned id is ignored unless somebody waits for it."""
+        if self.died.is_set():
+            raise ProcessDied
+        self._last_id += 1
+        data = encode(msgspec.structs.replace(message, id=self._last_id))
+        if len(data) > MAX_DATAGRAM:
+            what = f"{type(message).__name__} takes {len(data)} bytes on the way to the worker"
+            raise InferError(Code.INVALID_ARG, f"{what}, at most {MAX_DATAGRAM} are possible: use fewer tensors")
+        if self._outbox:
+            self._queue(data, descriptors)
+            return self._last_id
+        try:
+            send(self._link, data, descriptors)
+        except BlockingIOError:
+            self._queue(data, descriptors)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # its end of the link is closed: the pidfd follows, or the linger timer
+        return self._last_id
+
+    def kill(self, reason: str) -> None:
+        """SIGKILL; `reason` is what its death will be put down to."""
+        self.kill_reason = self.kill_reason or reason
+        kill(self.pidfd)
+
+    def exit(self, code: int | None) -> Exit:
+        """How it ended, given what `Zygote.exit_code` said of it."""
+        ended = describe_exit(code)
+        return ended._replace(text=self.kill_reason) if self.kill_reason else ended
+
+    def close(self) -> None:
+        """Close the descriptors. Only after `died`."""
+        os.close(self.pidfd)
+
+    def _queue(self, data: bytes, descriptors: tuple[int, ...]) -> None:
+        if len(self._outbox) >= OUTBOX:
+            self.kill(f"did not read its link: {OUTBOX} messages were waiting")
+            return
+        # Duplicates: the caller may close its own, and their numbers be used again, before these are sent.
+        self._outbox.append((data, tuple(os.dup(fd) for fd in descriptors)))
+        if not self._writing:
+            self._writing = True
+            self._loop.add_writer(self._link, self._writable)
+
+    def _writable(self) -> None:
+        while self._outbox:
+            data, descriptors = self._outbox[0]
+            try:
+                send(self._link, data, descriptors)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self.kill(f"its link cannot be written: {error}")
+            self._outbox.popleft()
+            close_all(descriptors)
+        self._writing = False
+        self._loop.remove_writer(self._link)
+
+    def _readable(self) -> bool:
+        """Take what is there, up to a limit that leaves the loop time for others. True: there may be more."""
+        for _ in range(256):
+            try:
+                datagram = receive(self._link)
+                if datagram is None:
+                    self._link_ended()
+                    return False
+                close_all(datagram[1])
+                self._take(decode_to_broker(datagram[0]))
+            except BlockingIOError:
+                return False
+            except (ProtocolError, msgspec.DecodeError) as error:
+                self.kill(f"sent something that is not in the protocol: {error}")
+        return True
+
+    def _link_ended(self) -> None:
+        self._reading = False
+        self._loop.remove_reader(self._link)
+        self._loop.call_later(LINGER_S, self._expel)
+
+    def _expel(self) -> None:
+        if not self.died.is_set():
+            self.kill("closed its link to the broker")
+
+    def _take(self, message: Ready | Acknowledged | Refused | ChannelBroken) -> None:
+        match message:
+            case Ready():
+                if not self.ready.done():
+                    self.ready.set_result(None)
+            case ChannelBroken():
+                self._on_broken(message)
+            case Acknowledged() | Refused():
+                answer = self._answers.pop(message.id, None)
+                if answer is None or answer.done():
+                    return
+                if isinstance(message, Acknowledged):
+                    answer.set_result(None)
+                else:
+                    answer.set_exception(InferError(message.code, message.message))
+
+    def _exited(self) -> None:
+        self._loop.remove_reader(self.pidfd)
+        while self._reading and self._readable():
+            pass  # what it managed to say still counts; nobody writes any more, so this ends
+        self._loop.remove_reader(self._link)
+        self._loop.remove_writer(self._link)
+        while self._outbox:
+            close_all(self._outbox.popleft()[1])
+        self._link.close()
+        self._on_exit(self)
+        self.died.set()
+        for answer in (self.ready, *self._answers.values()):
+            if not answer.done():
+                answer.set_exception(ProcessDied())
+                answer.exception()  # nobody may be waiting; that is no error

@@ -1,0 +1,133 @@
+"""All workers: one process per (device, group) that is wanted, whatever happens to the processes.
+
+Made by the composition root; `broker.models` starts workers and loads models on them, sessions bind regions, plans and
+channels to them. How one worker is kept alive is `broker.logical_worker`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import final
+
+from broker.coroner import PlanBook
+from broker.logical_worker import Worker
+from broker.statistics_blocks import StatisticsBlocks
+from broker.supervision import HangWatch, Running, hang_limit_s
+from broker.zygote_link import Zygote
+from shm.errors import Code, InferError
+from shm.statistics import BATCH, BLOCK, EXPECTED, STARTED
+
+SAMPLE_S = 0.25
+WORKER_ENTRY = "broker.worker.process"
+
+_log = logging.getLogger(__name__)
+
+
+def _ignore(*_: object) -> None:
+    """Nobody asked to be told."""
+
+
+@final
+class Workers:
+    """Owns the workers, the zygote they come from, and the watch over hanging instances.
+
+    `plans` must be set before the first channel is attached. The `on_…` hooks are called from the event loop:
+    a client broke the rules of its channel (hang up its session) · a system region was truncated and is retired
+    everywhere · a model that was loaded is gone, for the reason given.
+    """
+
+    __slots__ = (
+        "_hangs",
+        "_watch",
+        "_workers",
+        "_zygote",
+        "blocks",
+        "model_load_deaths",
+        "on_channel_broken",
+        "on_model_lost",
+        "on_region_shrunk",
+        "plans",
+    )
+
+    def __init__(self, blocks: StatisticsBlocks, *, model_load_deaths: int = 5, entry: str = WORKER_ENTRY) -> None:
+        """`entry`: the module whose `main(link)` is a worker's life."""
+        self.blocks = blocks
+        self.model_load_deaths = model_load_deaths
+        self.plans: PlanBook | None = None
+        self.on_channel_broken: Callable[[int, str], None] = _ignore
+        self.on_region_shrunk: Callable[[int, int], None] = _ignore
+        self.on_model_lost: Callable[[str, int, int, str], None] = _ignore
+        self._zygote = Zygote(entry)
+        self._workers: dict[str, Worker] = {}
+        self._hangs = HangWatch()
+        self._watch: asyncio.Task[None] | None = None
+
+    def of(self, key: str) -> Worker:
+        """Raises InferError NOT_FOUND."""
+        worker = self._workers.get(key)
+        if worker is None:
+            raise InferError(Code.NOT_FOUND, f"no worker '{key}'; there are: {', '.join(self._workers) or 'none'}")
+        return worker
+
+    def start(self, key: str) -> Worker:
+        """The worker `key`, started if there is none yet. Returns at once; its methods wait until it is ready."""
+        worker = self._workers.get(key)
+        if worker is None:
+            worker = self._workers[key] = Worker(key, self, self._zygote)
+            worker.start()
+            if self._watch is None:
+                self._watch = asyncio.create_task(self._look_for_hangs(), name="hang watch")
+        return worker
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(tuple(self._workers.values()))
+
+    def block(self, key: str) -> memoryview:
+        """The worker's own words of the statistics page. Raises InferError NOT_FOUND."""
+        return self.blocks.page.block(self.of(key).block)
+
+    @property
+    def zygote_pid(self) -> int | None:
+        """For the status page; None while there is none."""
+        return self._zygote.pid
+
+    def quarantine(self, region: int, generation: int) -> None:
+        """A region that was truncated under a worker is not given to any worker again."""
+        for worker in self:
+            worker.quarantine(region, generation)
+        self.on_region_shrunk(region, generation)
+
+    async def stop(self, timeout: float) -> None:  # noqa: ASYNC109  one deadline for all workers, then they are killed
+        """Drain every worker; kill what has not ended after `timeout` seconds; then the zygote. Leaves nothing."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait([self._watch])
+        await asyncio.gather(*(worker.stop(timeout) for worker in self))
+        await self._zygote.stop()
+
+    async def _look_for_hangs(self) -> None:
+        while True:
+            await asyncio.sleep(SAMPLE_S)
+            self._sample(time.monotonic_ns())
+
+    def _sample(self, now_ns: int) -> None:
+        words = self.blocks.page.words
+        running: list[Running] = []
+        owners: dict[int, Worker] = {}
+        for worker in self._workers.values():
+            for block, timeout_s in worker.instances.items():
+                at = block * BLOCK
+                if words[at + BATCH]:
+                    running.append(Running(block, words[at + STARTED], words[at + EXPECTED], timeout_s))
+                    owners[block] = worker
+        for hung in self._hangs.sample(running, now_ns):
+            batch, ran_s = words[hung.block * BLOCK + BATCH], (now_ns - hung.started_ns) / 1e9
+            limit_s = hang_limit_s(hung.expected_ns, hung.hang_timeout_s)
+            name, version = self.blocks.owner(hung.block)
+            owners[hung.block].kill(
+                f"hung: model '{name}' version {version} had run a batch of {batch} for {ran_s:.1f} s, the limit is "
+                f"{limit_s:.1f} s (model parameter hang_timeout_s)"
+            )

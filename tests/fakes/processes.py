@@ -1,0 +1,64 @@
+"""Guards for tests that start processes: what they left behind, and waiting for things without a fixed sleep."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import signal
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+from broker.zygote import PR_SET_CHILD_SUBREAPER, prctl
+
+
+def children(pid: int | str = "self") -> list[int]:
+    tasks = Path(f"/proc/{pid}/task")
+    return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
+
+
+def name_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
+def descriptors() -> set[str]:
+    """What the open descriptors of this process are, by number."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.add(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")
+    return found
+
+
+@contextlib.contextmanager
+def subreaper() -> Iterator[None]:
+    """This process adopts what its children leave, as the broker does; nothing may be left at the end."""
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        left = children()
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        prctl(PR_SET_CHILD_SUBREAPER, 0)
+    assert not left, f"processes were left behind: {left}"
+
+
+async def until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
+    """Wait until `condition` holds; TimeoutError after `limit_s`."""
+    async with asyncio.timeout(limit_s):
+        while not condition():  # noqa: ASYNC110  what is waited for happens in other processes, too
+            await asyncio.sleep(0.005)
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run an `async def` test in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*args: object, **fixtures: object) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **fixtures), 90))
+
+    return run
