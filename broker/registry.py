@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import secrets
 from collections.abc import Iterable, Iterator
@@ -23,6 +24,8 @@ from broker.records import Peer, RegionEntry
 from shm import regions
 from shm.errors import Code, InferError
 from shm.messages import RegionRecord
+
+log = logging.getLogger(__name__)
 
 RESERVE_TIMEOUT_S = 30.0  # posix_fallocate costs about 0.13 s per GiB
 RESERVE_THREADS = 2
@@ -51,6 +54,7 @@ class Registry:
         self._draining: dict[int, RegionEntry] = {}  # by generation
         self._mapped: dict[int, list[RegionWorker]] = {}  # by generation: who has been asked to map it
         self._opened: dict[int, list[RegionEntry]] = {}  # by generation of the source
+        self._expulsions: set[asyncio.Task[None]] = set()
         self._free: list[int] = []
         self._indexes = itertools.count(1)
         self._generations = itertools.count(1)
@@ -183,6 +187,15 @@ class Registry:
         # Shielded: the session may end, which must not leave an entry draining for good.
         await asyncio.shield(asyncio.gather(*(self._drain(entry) for entry in retired.values())))
 
+    def expel(self, generation: int) -> None:
+        """Retire a region on the broker's own account: its file was truncated under a worker."""
+        for entry in self:
+            if entry.generation == generation and not entry.draining:
+                task = asyncio.create_task(self.unregister(entry.session, entry.name))
+                self._expulsions.add(task)
+                task.add_done_callback(self._expelled)
+                return
+
     def close(self) -> None:
         """Close every descriptor. Only when no worker runs any more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -234,6 +247,11 @@ class Registry:
         )
         self._names.setdefault(peer.session, {})[name] = entry
         return entry
+
+    def _expelled(self, task: asyncio.Task[None]) -> None:
+        self._expulsions.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            log.warning("a truncated region was retired without its workers' word: %s", error)
 
     def _index(self) -> int:
         return self._free.pop() if self._free else next(self._indexes)

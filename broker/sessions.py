@@ -123,7 +123,7 @@ class Session:
         if self._ended:
             return
         self._ended = True
-        log.info("session %d (pid %d) ends: %s", self.peer.session, self.peer.pid, reason)
+        log.debug("session %d (pid %d) ends: %s", self.peer.session, self.peer.pid, reason)
         self._hello.cancel()
         if self._stalled:
             self._stalled.cancel()

@@ -29,9 +29,12 @@ class WorkerFacts(Protocol):
 
     key: str
     state: str
-    pid: int | None
     restarts: int
     last_death: str
+
+    @property
+    def pid(self) -> int | None:
+        """Of the current process."""
 
 
 @final

@@ -1,0 +1,192 @@
+"""`tensorbroker status`, `check` and `explain`: what the command line can tell without serving.
+
+`status` asks the running broker over a session of its own; `check` and `explain` run the loader process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from broker.repository.check import check
+from broker.repository.config import LoadFailure, ModelConfig
+from broker.tables import ascii_table
+from shm import sockets
+from shm.errors import InferError, ProtocolError
+from shm.messages import (
+    PROTOCOL,
+    Failure,
+    GetStatus,
+    Goodbye,
+    Hello,
+    Large,
+    Message,
+    Reply,
+    Starting,
+    Status,
+    Welcome,
+    decode_reply,
+    encode,
+)
+from shm.run_directory import SOCKET
+
+TIMEOUT_S = 10.0
+
+T = TypeVar("T", bound=Message)
+
+
+class NoAnswer(Exception):
+    """The broker did not give what was asked for; the text is what the user is told."""
+
+
+# --- status -------------------------------------------------------------------------------------------------------
+
+
+def status(directory: str, *, as_json: bool) -> int:
+    """Print the status of the broker in `directory`. Returns 0, or 1 when none is running there or it starts."""
+    try:
+        document = ask_status(directory)
+    except NoAnswer as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(json.dumps(document, indent=2) if as_json else human(document))
+    return 0
+
+
+def ask_status(directory: str) -> dict[str, Any]:
+    """The status document. Raises NoAnswer."""
+    with sockets.seqpacket() as connection:
+        connection.settimeout(TIMEOUT_S)
+        try:
+            with sockets.address(os.path.join(directory, SOCKET)) as address:
+                connection.connect(address)
+        except OSError as error:
+            raise NoAnswer(f"no broker is running in {directory} ({error.strerror})") from error
+        try:
+            _ask(connection, Hello(id=1, protocol=PROTOCOL, library="tensorbroker status"), Welcome)
+            return _ask(connection, GetStatus(id=2), Status).status
+        except (OSError, ProtocolError) as error:
+            raise NoAnswer(f"the broker in {directory} does not answer: {error}") from error
+
+
+def _ask(connection: socket.socket, request: Message, expected: type[T]) -> T:
+    deadline = time.monotonic() + TIMEOUT_S
+    connection.sendall(encode(request))
+    while True:
+        reply = _receive(connection, deadline)
+        if isinstance(reply, expected):
+            return reply
+        match reply:
+            case Starting():
+                raise NoAnswer(f"starting: {reply.done} of {reply.total} models")
+            case Failure():
+                raise NoAnswer(f"{reply.code}: {reply.message}")
+            case Goodbye():
+                raise NoAnswer(f"the broker hung up: {reply.reason}")
+
+
+def _receive(connection: socket.socket, deadline: float) -> Reply:
+    # `sockets.receive` never waits, so wait here: for readability, then take what there is.
+    if not select.select([connection], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        raise NoAnswer(f"no answer for {TIMEOUT_S:.0f} s")
+    datagram = sockets.receive(connection)
+    if datagram is None:
+        raise NoAnswer("the broker hung up")
+    data, fds = datagram
+    try:
+        reply = decode_reply(data)
+        if isinstance(reply, Large) and fds:
+            reply = decode_reply(os.pread(fds[0], reply.byte_size, 0))
+        return reply
+    finally:
+        sockets.close_all(fds)
+
+
+def human(document: dict[str, Any]) -> str:
+    """The document as tables."""
+    broker, quotas, counters = document["broker"], document["quotas"], document["counters"]
+    lines = [
+        f"tensorbroker {broker['version']}, pid {broker['pid']}, up {broker['uptime_s']:.0f} s, in "
+        f"{broker['directory']}",
+        f"memory {quotas['memory_used']} of {quotas['memory_limit']} bytes, sessions {quotas['sessions']} of "
+        f"{quotas['sessions_limit']}, refused {counters['sessions_refused']}, protocol errors "
+        f"{counters['protocol_errors']}",
+    ]
+    for title, columns in _TABLES.items():
+        rows = document[title]
+        if rows:
+            lines += [
+                "",
+                ascii_table([title[:-1], *columns[1:]], ([_cell(row, name) for name in columns] for row in rows)),
+            ]
+    return "\n".join(lines)
+
+
+_TABLES = {
+    "workers": ("key", "state", "pid", "restarts", "in_flight", "requests", "lost_wakeups", "last_death"),
+    "models": ("name", "version", "state", "pending", "success", "fail", "workers", "reason"),
+    "sessions": ("id", "pid", "uid", "regions", "region_bytes", "channels", "plans"),
+    "regions": ("name", "kind", "byte_size", "generation", "session", "owner_pid", "state"),
+}
+
+
+def _cell(row: dict[str, Any], name: str) -> str:
+    value = row.get(name)
+    return ", ".join(value) if isinstance(value, list) else "" if value is None else str(value)
+
+
+# --- check and explain --------------------------------------------------------------------------------------------
+
+
+def check_repositories(repositories: Sequence[str], *, strict: bool) -> int:
+    """Configure every model, serve none; print Triton's table and what was noted. Returns 1 if one fails."""
+    try:
+        results = check(repositories, strict=strict)
+    except InferError as error:
+        print(error, file=sys.stderr)
+        return 1
+    rows: list[tuple[str, str, str]] = []
+    notes: list[str] = []
+    for result in results:
+        if isinstance(result, LoadFailure):
+            rows.append((result.name, "-", f"UNAVAILABLE: {result.reason}"))
+        else:
+            versions = [(result.name, str(version), "OK") for version in result.versions]
+            rows += versions or [(result.name, "-", "Not loaded: No model version was found")]
+            notes += [f"{result.name}: {note}" for note in result.notes]
+    print(ascii_table(("Model", "Version", "Status"), rows))
+    for note in notes:
+        print(note)
+    return 0 if rows and all(status == "OK" for _, _, status in rows) else 1
+
+
+def explain(repositories: Sequence[str], model: str) -> int:
+    """Print the final configuration of one model as JSON, with the zero-copy verdict of every input."""
+    try:
+        results = {result.name: result for result in check(repositories)}
+    except InferError as error:
+        print(error, file=sys.stderr)
+        return 1
+    result = results.get(model)
+    if not isinstance(result, ModelConfig):
+        known = ", ".join(sorted(results)) or "none"
+        print(result.reason if result else f"no model '{model}' in the repository; there are: {known}", file=sys.stderr)
+        return 1
+    document = {
+        "config": json.loads(result.json),
+        "worker": result.worker_group,
+        "versions": {str(version): path for version, path in result.versions.items()},
+        "inputs": {
+            tensor.name: {"zero_copy": tensor.zero_copy, "reason": tensor.zero_copy_reason} for tensor in result.input
+        },
+        "retried_after_worker_death": result.retryable,
+        "notes": list(result.notes),
+    }
+    print(json.dumps(document, indent=2))
+    return 0

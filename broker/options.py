@@ -1,0 +1,198 @@
+"""The command line: our own options, and every flag of tritonserver, so that its start-up scripts work unchanged.
+
+Used by `broker.__main__`. Parsing has no effect but the texts and exit status of a refused command line; which flags do
+nothing (yet) is said by `Options.without_effect`, once, in the log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn, final
+
+from broker.triton_flags import BOOLEAN, REPEATED, SINGLE
+
+EFFECTIVE = frozenset(
+    {
+        "backend-config",
+        "disable-auto-complete-config",
+        "exit-on-error",
+        "exit-timeout-secs",
+        "load-model",
+        "log-error",
+        "log-file",
+        "log-format",
+        "log-info",
+        "log-verbose",
+        "log-warning",
+        "model-control-mode",
+        "model-repository",
+        "model-store",
+        "strict-model-config",
+    }
+)
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+class UsageError(Exception):
+    """A command line that cannot be followed; the text is what the user is told."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `serve` was asked to do. `triton`: every Triton flag that was given, by name, values as given."""
+
+    model_repository: tuple[str, ...]
+    directory: str | None
+    region_memory: str
+    model_load_deaths: int
+    exit_timeout_secs: int
+    exit_on_error: bool
+    strict_model_config: bool
+    default_max_batch_size: int
+    model_control_mode: str
+    load_model: tuple[str, ...]
+    log_verbose: int
+    log_info: bool
+    log_warning: bool
+    log_error: bool
+    log_file: str
+    log_format: str
+    triton: dict[str, tuple[str, ...]]
+
+    @property
+    def without_effect(self) -> list[str]:
+        """Triton's flags that were given and change nothing here."""
+        flags = {f"--{name}" for name in self.triton if name not in EFFECTIVE}
+        if self.model_control_mode == "poll":
+            flags.add("--model-control-mode=poll")
+        return sorted(flags)
+
+
+def region_memory_bytes(text: str, available: int) -> int:
+    """`--region-memory` in bytes: a number with an optional K, M, G or T, or a percentage of `available`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|[kmgt]?)(?:i?b)?", text.strip(), re.IGNORECASE)
+    if match is None or (match[2] == "%" and float(match[1]) > 100):
+        raise UsageError(f"invalid value for --region-memory: {text} (expected bytes, e.g. 8G, or a percentage)")
+    factor = available / 100 if match[2] == "%" else _UNITS[match[2].lower()]
+    return int(float(match[1]) * factor)
+
+
+def boolean(text: str) -> bool:
+    """Triton's spellings of a bool."""
+    if text.lower() in ("true", "on", "1"):
+        return True
+    if text.lower() in ("false", "off", "0"):
+        return False
+    raise UsageError(f"invalid value for bool option: {text}")
+
+
+def parse_serve(arguments: Sequence[str]) -> Options:
+    """The options of `serve`. Raises UsageError."""
+    parsed = vars(_serve_parser().parse_args(arguments))
+    given = _Given((name, tuple(values)) for name, values in parsed.items() if values is not None)
+    repositories = given.all("model-repository") + given.all("model-store")
+    if not repositories:
+        raise UsageError("--model-repository must be specified")
+    given.check()
+    return Options(
+        model_repository=repositories,
+        directory=given.text("directory", "") or None,
+        region_memory=given.text("region-memory", "50%"),
+        model_load_deaths=given.integer("model-load-deaths", 5),
+        exit_timeout_secs=given.integer("exit-timeout-secs", 30),
+        exit_on_error=given.flag("exit-on-error", True),
+        strict_model_config=given.flag("strict-model-config", False)
+        or given.flag("disable-auto-complete-config", False),
+        default_max_batch_size=_default_max_batch_size(given.all("backend-config")),
+        model_control_mode=given.text("model-control-mode", "none"),
+        load_model=given.all("load-model"),
+        log_verbose=given.integer("log-verbose", 0),
+        log_info=given.flag("log-info", True),
+        log_warning=given.flag("log-warning", True),
+        log_error=given.flag("log-error", True),
+        log_file=given.text("log-file", ""),
+        log_format=given.text("log-format", "default"),
+        triton={name: values for name, values in given.items() if name in BOOLEAN | REPEATED | SINGLE},
+    )
+
+
+class _Given(dict[str, tuple[str, ...]]):
+    """What the command line says, by flag; of a repeated flag the last one counts, except where all do."""
+
+    def all(self, name: str) -> tuple[str, ...]:
+        return self.get(name, ())
+
+    def text(self, name: str, default: str) -> str:
+        return self[name][-1] if name in self else default
+
+    def flag(self, name: str, default: bool) -> bool:
+        return boolean(self[name][-1]) if name in self else default
+
+    def integer(self, name: str, default: int) -> int:
+        return _integer(name, self[name][-1]) if name in self else default
+
+    def check(self) -> None:
+        """What tritonserver refuses, it refuses here too, whether or not the flag has an effect."""
+        for name in BOOLEAN:
+            self.flag(name, True)
+        if "load-model" in self and self.text("model-control-mode", "none") != "explicit":
+            raise UsageError("Error: Use of '--load-model' requires setting '--model-control-mode=explicit' as well.")
+        if (mode := self.text("model-control-mode", "none")) not in ("none", "poll", "explicit"):
+            raise UsageError(f"invalid argument for --model-control-mode: {mode}")
+        if self.integer("http-max-input-size", 1) <= 0:
+            raise UsageError("Error: --http-max-input-size must be greater than 0.")
+        if self.text("log-format", "default") not in ("default", "ISO8601"):
+            raise UsageError(f"invalid argument for --log-format, got: {self.text('log-format', '')}")
+        region_memory_bytes(self.text("region-memory", "50%"), 0)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that raises UsageError with Triton's words instead of exiting with status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse for everything it refuses."""
+        if match := re.match(r"unrecognized arguments: (\S+)", message):
+            message = f"Unexpected argument: {match[1]}"
+        raise UsageError(f"{message}\n{self.format_usage()}".rstrip())
+
+
+def _serve_parser() -> Parser:
+    parser = Parser(
+        prog="tensorbroker serve",
+        allow_abbrev=False,
+        description="Serve the models of a repository. All flags of tritonserver are accepted besides those below.",
+    )
+    add = parser.add_argument
+    add("--model-repository", metavar="DIR", action="append", dest="model-repository", help="may be repeated")
+    add("--model-store", metavar="DIR", action="append", dest="model-store", help="the same")
+    add("--directory", metavar="DIR", action="append", help="run directory (default: $TENSORBROKER_DIR or per user)")
+    text = "limit on registered regions and channels: bytes (8G) or a percentage of RAM or cgroup limit (default 50%%)"
+    add("--region-memory", metavar="SIZE", action="append", dest="region-memory", help=text)
+    text = "deaths of a worker in a row while it loads a model, after which it comes back without it (default 5)"
+    add("--model-load-deaths", metavar="N", action="append", dest="model-load-deaths", help=text)
+    for name in sorted(SINGLE | REPEATED | BOOLEAN):
+        if name not in ("model-repository", "model-store"):
+            optional = {"nargs": "?", "const": "true"} if name in BOOLEAN else {}
+            add(f"--{name}", action="append", dest=name, help=argparse.SUPPRESS, **optional)  # type: ignore[arg-type]
+    return parser
+
+
+def _integer(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"invalid value for --{name}: {text} (expected an integer)") from None
+
+
+def _default_max_batch_size(settings: Sequence[str]) -> int:
+    size = 4
+    for setting in settings:
+        backend, _, assignment = setting.rpartition(",")
+        name, _, value = assignment.partition("=")
+        if name == "default-max-batch-size" and backend in ("", "onnxruntime"):
+            size = _integer(name, value)
+    return size
