@@ -1,0 +1,64 @@
+"""tensorbroker's client library: run models that a broker on this host serves, on memory both can see.
+
+    import clientlib
+    client = clientlib.connect()
+    out = client.model("yolo")({"images": frame})      # numpy in, numpy out
+
+`connect` and `connect_async` make clients; the functions below them use one default client of the process, connected
+when first used. See `Client` for what each does.
+"""
+
+from __future__ import annotations
+
+from clientlib.async_client import AsyncClient, connect_async
+from clientlib.client import Client, connect
+from clientlib.default import (
+    create_region,
+    infer,
+    load,
+    model,
+    models,
+    open_region,
+    prepare,
+    regions,
+    register_cuda_shm,
+    register_system_shm,
+    statistics,
+    unload,
+    unregister,
+)
+from clientlib.pending import Pending
+from clientlib.plans import Plan
+from clientlib.region import AsyncRegion, Region, TensorRef
+from clientlib.results import InferResult, Timing
+from shm.errors import ConnectionLost, ForkedError, InferError
+
+__all__ = [
+    "AsyncClient",
+    "AsyncRegion",
+    "Client",
+    "ConnectionLost",
+    "ForkedError",
+    "InferError",
+    "InferResult",
+    "Pending",
+    "Plan",
+    "Region",
+    "TensorRef",
+    "Timing",
+    "connect",
+    "connect_async",
+    "create_region",
+    "infer",
+    "load",
+    "model",
+    "models",
+    "open_region",
+    "prepare",
+    "regions",
+    "register_cuda_shm",
+    "register_system_shm",
+    "statistics",
+    "unload",
+    "unregister",
+]

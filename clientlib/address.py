@@ -1,0 +1,99 @@
+"""Where is the broker? URLs and environment to a run directory, and a connected socket or an error that helps.
+
+Called by both clients when they connect. Says nothing over the socket.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import final
+
+from shm import sockets
+from shm.errors import Code, InferError
+from shm.run_directory import SOCKET, default_directory
+
+_NOT_BUILT_IN = {
+    "zmq+ipc": "the ZeroMQ transport",
+    "zmq+tcp": "the ZeroMQ transport",
+    "grpc": "the gRPC transport",
+    "grpcs": "the gRPC transport",
+    "http": "the HTTP transport",
+    "https": "the HTTP transport",
+}
+
+
+def directory_of(url: str | None) -> str:
+    """The run directory that `url` names; None is the default one. Raises InferError for other kinds of URL."""
+    if url is None:
+        return default_directory()
+    scheme, separator, rest = url.partition("://")
+    if separator and scheme == "ipc" and rest.startswith("/"):
+        return os.path.normpath(rest)
+    if separator and scheme in _NOT_BUILT_IN:
+        raise InferError(
+            Code.UNSUPPORTED,
+            f"{_NOT_BUILT_IN[scheme]} is not built in yet: connect() or connect('ipc:///run/directory') reaches a "
+            "broker on this host",
+        )
+    raise InferError(
+        Code.INVALID_ARG, f"cannot connect to {url!r}: expected ipc:///run/directory, an absolute path to a broker's"
+    )
+
+
+@final
+class Absent(Exception):
+    """Nobody answers there; `error` is what to tell the user when it is not worth waiting."""
+
+    def __init__(self, error: InferError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+def dial(directory: str) -> socket.socket | None:
+    """A socket connected to the broker of `directory`; None when its backlog is full: try again soon.
+
+    Raises Absent when no broker listens there, InferError when it may not be asked.
+    """
+    path = os.path.join(directory, SOCKET)
+    sock = sockets.seqpacket()
+    try:
+        with sockets.address(path) as address:
+            sock.connect(address)
+        if directory == default_directory():
+            _check_owner(sock, path)
+    except BlockingIOError:
+        sock.close()
+        return None
+    except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError) as error:
+        sock.close()
+        raise Absent(
+            InferError(
+                Code.UNAVAILABLE,
+                f"no broker at {path} ({error.strerror}): start one with 'tensorbroker serve --model-repository DIR "
+                f"--directory {directory}', or name its run directory by TENSORBROKER_DIR or connect('ipc://…')",
+            )
+        ) from None
+    except OSError as error:
+        sock.close()
+        raise InferError(
+            Code.UNAVAILABLE,
+            f"cannot connect to the broker at {path}: {error.strerror} (this process is uid {os.getuid()})",
+        ) from None
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _check_owner(sock: socket.socket, path: str) -> None:
+    # Anyone can make a directory of that name below the temporary one and wait for our memory there.
+    if "TENSORBROKER_DIR" in os.environ or "XDG_RUNTIME_DIR" in os.environ:
+        return
+    _, uid, _ = sockets.peer_credentials(sock)
+    if uid not in (0, os.getuid()):
+        raise InferError(
+            Code.UNAVAILABLE,
+            f"the broker at {path} runs as uid {uid}, this process as uid {os.getuid()}: name its directory by "
+            "TENSORBROKER_DIR if you mean that one",
+        )

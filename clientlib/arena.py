@@ -1,0 +1,150 @@
+"""Memory that the client makes for itself: places for arrays that the application did not place.
+
+    Store ── Chunk (a pool region) ── Block (one plan's places) ── Bank ── Lease (one place) ── arrays
+
+Each holds what is left of it, so that an array keeps its place, its chunk and the mapping alive, and gives the place
+back when it is collected. That can happen in any thread at any time, within other code of this module too, so giving
+back takes no lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from clientlib.region import MappedRegion
+from shm.arena import Arena
+
+CHUNK = 16 << 20  # bytes of a chunk, unless a block needs more
+ALIGNMENT = 64
+
+
+def aligned(byte_size: int) -> int:
+    """`byte_size` rounded up to whole cache lines, at least one."""
+    return max(-(-byte_size // ALIGNMENT), 1) * ALIGNMENT
+
+
+@final
+class Chunk:
+    """A pool region that is cut into blocks."""
+
+    __slots__ = ("arena", "region")
+
+    def __init__(self, region: MappedRegion) -> None:
+        self.region = region
+        self.arena = Arena(region.byte_size)
+
+
+@final
+class Block:
+    """A range of a chunk, given back when nobody holds it any more."""
+
+    __slots__ = ("chunk", "offset")
+
+    def __init__(self, chunk: Chunk, offset: int) -> None:
+        self.chunk = chunk
+        self.offset = offset
+
+    def __del__(self) -> None:
+        self.chunk.arena.free(self.offset)
+
+
+@final
+class Store:
+    """All chunks of one client."""
+
+    __slots__ = ("_chunks",)
+
+    def __init__(self) -> None:
+        self._chunks: list[Chunk] = []
+
+    def allocate(self, byte_size: int) -> Block | None:
+        """A block in an existing chunk, or None: the caller makes a region and adds it."""
+        for chunk in tuple(self._chunks):
+            if not chunk.region.retired and (offset := chunk.arena.allocate(byte_size)) is not None:
+                return Block(chunk, offset)
+        return None
+
+    def add(self, region: MappedRegion) -> None:
+        """A new chunk."""
+        self._chunks = [chunk for chunk in self._chunks if not chunk.region.retired] + [Chunk(region)]
+
+    def regions(self) -> list[MappedRegion]:
+        """The regions of all chunks, to be registered again after a restart of the broker."""
+        return [chunk.region for chunk in self._chunks if not chunk.region.retired]
+
+
+@final
+class Bank:
+    """The places of one plan in its block."""
+
+    __slots__ = ("_block", "_free", "places", "waiters")
+
+    def __init__(self, block: Block, places: int) -> None:
+        self._block = block
+        self._free = deque(range(places))
+        self.places = places
+        self.waiters: deque[Callable[[], None]] = deque()  # called, in any thread, when it is their turn to `take_next`
+
+    def take(self) -> Lease | None:
+        """A place, unless others have waited longer; the longest unused one, so that requests made in a row are
+        neighbours in memory and can run as one batch.
+        """
+        return None if self.waiters else self.take_next()
+
+    def take_next(self) -> Lease | None:
+        """A place for the one whose turn it is."""
+        try:
+            return Lease(self, self._free.popleft())
+        except IndexError:
+            return None
+
+    def can_spare(self) -> bool:
+        """May arrays keep a place? A quarter of them always goes on serving requests."""
+        return len(self._free) > self.places // 4
+
+    def give_back(self, place: int) -> None:
+        """Any thread, any time."""
+        self._free.append(place)
+        self.call_next()
+
+    def call_next(self) -> None:
+        """Whoever waits longest may try. Also called by one who leaves without having tried."""
+        if self._free:
+            with contextlib.suppress(IndexError):
+                self.waiters.popleft()()
+
+
+@final
+class Lease:
+    """One place of a bank, given back when nobody holds it any more: neither a request nor an array."""
+
+    __slots__ = ("_bank", "place")
+
+    def __init__(self, bank: Bank, place: int) -> None:
+        self._bank = bank
+        self.place = place
+
+    def __del__(self) -> None:
+        self._bank.give_back(self.place)
+
+
+@final
+class _Owner:
+    # numpy keeps the object it got the interface from as the array's base: the array then owns the lease.
+    __slots__ = ("__array_interface__", "lease")
+
+    def __init__(self, interface: dict[str, Any], lease: Lease) -> None:
+        self.__array_interface__ = interface
+        self.lease = lease
+
+
+def owning(view: npt.NDArray[Any], lease: Lease) -> npt.NDArray[Any]:
+    """An array on the memory of `view` that holds `lease`."""
+    array = np.asarray(_Owner(view.__array_interface__, lease))
+    return array if array.dtype == view.dtype else array.view(view.dtype)

@@ -1,0 +1,259 @@
+"""`AsyncClient`: the library for event loops. The same verbs as `Client`, awaitable; no threads.
+
+A client lives on the loop on which it was connected.
+"""
+# ruff: noqa: ASYNC109 (the arguments are those of `Client`)
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import weakref
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, TypeVar, final
+
+from clientlib.address import Absent, dial, directory_of
+from clientlib.async_lane import AsyncLane, LoopLanes
+from clientlib.async_plans import AsyncPlan
+from clientlib.async_session import AsyncSession
+from clientlib.automatic import Automatic, request
+from clientlib.callable_model import AsyncModel, Inputs
+from clientlib.client import CALL_S, NO_CUDA, RECONNECT_S, RETRY_S, check_channel, default_name
+from clientlib.layout import RoomNeeded
+from clientlib.link import Bound, Link
+from clientlib.native import Native
+from clientlib.plans import check_timeout
+from clientlib.recipe import Budget, Outputs, Slots, recipe
+from clientlib.region import AsyncRegion, MappedRegion, TensorRef
+from clientlib.results import InferResult
+from clientlib.session import Procedure
+from shm.errors import Code, ConnectionLost, InferError
+from shm.messages import ModelMetadata, RegionRecord
+
+T = TypeVar("T")
+BUDGET = Budget(places=256, byte_size=16 << 20)  # a loop has hundreds of requests in flight where a thread has one
+
+
+async def connect_async(url: str | None = None, *, timeout: float = 30, slots: int = 512) -> AsyncClient:
+    """Connect to the broker on this host, once its start-up load has ended. Arguments are those of `connect`.
+
+    `slots`: requests in flight for the whole loop; more queue.
+    """
+    check_timeout(timeout)
+    check_channel(slots, 0)
+    client = AsyncClient(directory_of(url), slots)
+    await client.start(timeout)
+    return client
+
+
+@final
+class AsyncClient:
+    """A connection to the broker for one event loop; made by `connect_async`."""
+
+    def __init__(self, directory: str, slots: int) -> None:
+        reference = weakref.ref(self)
+
+        def make_region(*args: Any, **kwargs: Any) -> MappedRegion:
+            owner = reference()
+            assert owner is not None
+            return AsyncRegion(*args, **kwargs).bind(owner)
+
+        self.native: Native[AsyncLane] = Native(directory, slots, 0.0, make_region)
+        self._loop = asyncio.get_running_loop()
+        self._automatic: Automatic[AsyncPlan] = Automatic()
+        self._preparing: dict[object, asyncio.Lock] = {}
+        self._connecting = asyncio.Lock()
+
+    async def start(self, timeout: float) -> None:
+        """Connect for the first time. Called by `connect_async`."""
+        await self._connect(self._loop.time() + timeout, wait=False)
+
+    # --- models ----------------------------------------------------------------------------------------------------
+
+    async def models(self) -> dict[str, ModelMetadata]:
+        """Every model of the broker by name, with its state."""
+        return await self._run(self.native.models)
+
+    async def model(self, name: str, version: str = "") -> AsyncModel:
+        """A model to call. Raises InferError when the broker does not serve it."""
+        return AsyncModel(self, await self._run(lambda link: self.native.model(link, name, version)), version)
+
+    async def statistics(self, model: str = "", version: str = "") -> list[dict[str, Any]]:
+        """Triton's model statistics (counts, durations in ns), of one model or all."""
+        return await self._run(lambda link: self.native.statistics(link, model, version))
+
+    async def load(self, model: str, timeout: float = CALL_S) -> None:
+        """Load a model, or reload it; returns when it is ready."""
+        await self._run(lambda link: self.native.load(link, model), timeout)
+
+    async def unload(self, model: str, timeout: float = CALL_S) -> None:
+        """Unload a model."""
+        await self._run(lambda link: self.native.unload(link, model), timeout)
+
+    # --- regions ---------------------------------------------------------------------------------------------------
+
+    async def create_region(self, name: str, byte_size: int) -> AsyncRegion:
+        """New shared memory that models read and write in place."""
+        return _own(await self._run(lambda link: self.native.create_region(link, name, byte_size)))
+
+    async def register_system_shm(self, name: str, key: str, byte_size: int, offset: int = 0) -> AsyncRegion:
+        """POSIX shared memory that exists already; `key` is its name below /dev/shm. It is never unlinked."""
+        return _own(await self._run(lambda link: self.native.register_system(link, name, key, byte_size, offset)))
+
+    async def register_cuda_shm(self, name: str, tensor: object = None, **_: object) -> AsyncRegion:
+        """GPU memory; raises InferError UNSUPPORTED where there is none."""
+        raise InferError(Code.UNSUPPORTED, f"cannot register '{name}': {NO_CUDA}")
+
+    async def open_region(self, token: str, name: str | None = None) -> AsyncRegion:
+        """A region that another session of the same uid shared; `name` is what it is called here."""
+        return _own(await self._run(lambda link: self.native.open_region(link, name or default_name(token), token)))
+
+    async def share(self, region: MappedRegion) -> str:
+        """As `region.share()`."""
+        return await self._run(lambda link: self.native.share(link, region))
+
+    async def regions(self) -> list[RegionRecord]:
+        """The regions of this session as the broker knows them."""
+        return await self._run(self.native.list_regions)
+
+    async def unregister(self, name: str | None = None) -> None:
+        """Retire one region, or all. Requests that run end as usual, arrays stay valid."""
+        await self._run(lambda link: self.native.unregister(link, name))
+
+    # --- inference -------------------------------------------------------------------------------------------------
+
+    async def prepare(
+        self,
+        model: str,
+        inputs: Mapping[str, TensorRef],
+        outputs: Outputs = None,
+        slots: Slots = 1,
+        version: str = "",
+    ) -> AsyncPlan:
+        """Check a request once, to run it many times. As `Client.prepare`."""
+        plan = AsyncPlan(self, recipe(model, inputs, outputs, slots, version, BUDGET))
+        await self._run(lambda link: self.native.prepare(link, plan))
+        return plan
+
+    async def infer(
+        self,
+        model: str,
+        inputs: Inputs,
+        outputs: Outputs = None,
+        timeout: float | None = None,
+        priority: int = 0,
+        parameters: Mapping[str, object] | None = None,
+        version: str = "",
+    ) -> InferResult:
+        """Run a model on arrays, or on tensors in regions; arrays are copied once. As `Client.infer`."""
+        asked = request(model, version, inputs, outputs, parameters, BUDGET)
+        plan = self._automatic.find(asked.key)
+        if plan is None:
+            # Hundreds of requests of a new kind may come at once: one prepares, the others wait for its plan.
+            lock = self._preparing.setdefault(asked.key, asyncio.Lock())
+            try:
+                async with lock:
+                    plan = self._automatic.find(asked.key)
+                    if plan is None:
+                        fresh = plan = AsyncPlan(self, asked.recipe)
+                        await self._run(lambda link: self.native.prepare(link, fresh), timeout or CALL_S)
+                        self._automatic.keep(asked.key, fresh)
+            finally:
+                self._preparing.pop(asked.key, None)
+        try:
+            return await plan.infer_arrays(asked.values, timeout, priority)
+        except InferError as error:
+            if error.code in ("NOT_FOUND", "INVALID_ARG"):
+                self._automatic.drop(asked.key)  # the model or a region may have changed: look again next time
+            raise
+
+    # --- life ------------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """End the session. Arrays, results included, stay valid. May be called again."""
+        self._automatic.clear()
+        self.native.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def bind(self, plan: AsyncPlan, timeout: float | None) -> Bound[AsyncLane]:
+        """What the loop needs to submit requests of `plan`."""
+        return await self._run(lambda link: self.native.bind(link, plan), timeout or RECONNECT_S)
+
+    async def grow(self, plan: AsyncPlan, needed: RoomNeeded, timeout: float | None) -> None:
+        """Give an output of `plan` more room."""
+        await self._run(lambda link: self.native.grow(link, plan, needed), timeout or CALL_S)
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    async def _run(
+        self,
+        make: Callable[[Link[AsyncLane]], Procedure[T]],
+        timeout: float = CALL_S,
+    ) -> T:
+        check_timeout(timeout)
+        deadline = self._loop.time() + timeout
+        while True:
+            self.native.check()
+            if asyncio.get_running_loop() is not self._loop:
+                raise InferError(
+                    Code.INVALID_ARG, "this client lives on another event loop: connect_async() on this one"
+                )
+            link = self.native.link
+            fresh = link is None
+            if link is None:
+                link = await self._connect(deadline, wait=True)
+            session = link.session
+            assert isinstance(session, AsyncSession)
+            try:
+                return await session.drive(make(link), deadline)
+            except ConnectionLost:
+                self.native.lose(link)
+                if fresh or self.native.closed:
+                    raise
+
+    async def _connect(self, deadline: float, *, wait: bool) -> Link[AsyncLane]:
+        """The session, made anew unless another task was faster. `wait`: for a broker that was there before."""
+        async with self._connecting:
+            until = min(deadline, self._loop.time() + RECONNECT_S) if wait else deadline
+            while self.native.link is None:
+                self.native.check()
+                session = AsyncSession(await self._dial(until, wait=wait), self.native.directory, self._loop)
+                try:
+                    await session.drive(self.native.greet(), deadline)
+                    await session.drive(self.native.attach(), deadline)
+                except BaseException as error:
+                    session.close()
+                    # One that is just going down answers no more; its successor will.
+                    if not (wait and isinstance(error, ConnectionLost) and self._loop.time() < until):
+                        raise
+                else:
+                    self.native.link = Link(self.native.lose, session, LoopLanes())
+            return self.native.link
+
+    async def _dial(self, until: float, *, wait: bool) -> socket.socket:
+        while True:
+            try:
+                if (sock := dial(self.native.directory)) is not None:
+                    return sock
+                problem = InferError(Code.UNAVAILABLE, f"the broker in {self.native.directory} is too busy to answer")
+            except Absent as absent:
+                if not wait:
+                    raise absent.error from None
+                problem = absent.error
+            if self._loop.time() >= until:
+                raise problem
+            await asyncio.sleep(RETRY_S)
+            self.native.check()
+
+
+def _own(region: MappedRegion) -> AsyncRegion:
+    assert isinstance(region, AsyncRegion)
+    return region

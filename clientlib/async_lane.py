@@ -1,0 +1,155 @@
+"""A channel on an event loop: one poller for all requests of the loop, and a queue for those that find it full.
+
+While requests end in quick succession the poller takes one look per turn of the loop; when 200 µs passed without one
+it asks to be rung and lets the loop watch the pipe. Used on its loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING, final
+
+from clientlib.channels import GONE, Left
+from shm.client_channel import ClientChannel
+from shm.errors import Code, ForkedError, InferError
+from shm.layout import FINAL
+
+if TYPE_CHECKING:
+    from clientlib.async_pending import AsyncPending
+
+BUSY_S = 200e-6  # polling costs 15 µs a request, being rung 40 µs: worth it while requests follow each other
+REST_S = 0.05  # longest rest while requests are outstanding: bounds what a lost wake-up could cost
+
+
+@final
+class AsyncLane:
+    """Owns `channel`. Lives on the loop it was made on."""
+
+    __slots__ = ("__weakref__", "_active", "_busy", "_left", "_loop", "_queue", "_rest", "channel", "error", "worker")
+
+    def __init__(self, worker: str, channel: ClientChannel, left: Left) -> None:
+        self.worker = worker
+        self.channel = channel
+        self.error: InferError | None = None
+        self._left = left
+        self._loop = asyncio.get_running_loop()
+        self._busy = False
+        self._active = 0.0  # when something last happened (loop time)
+        self._rest: asyncio.TimerHandle | None = None
+        self._queue: deque[AsyncPending] = deque()
+        self._loop.add_reader(channel.pipe_fd, self._rung)
+
+    def submit(self, pending: AsyncPending) -> None:
+        """Send the request, or queue it behind those that came before."""
+        if self.error is not None:
+            raise self.error
+        if self._queue or not pending.send():
+            self._queue.append(pending)
+        if not self._busy:
+            self._wake()
+
+    def withdraw(self, pending: AsyncPending) -> bool:
+        """Take a request back that was not sent yet; False when it was."""
+        try:
+            self._queue.remove(pending)
+        except ValueError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """End everything that is outstanding, as far as this process is concerned."""
+        self._stop(InferError(Code.UNAVAILABLE, "the client was closed while the request was outstanding"))
+
+    def leave_to_parent(self) -> None:
+        """The channel and the loop are the parent's."""
+        self.error = ForkedError()
+
+    def _wake(self) -> None:
+        self._busy = True
+        self._active = self._loop.time()
+        if self._rest is not None:
+            self._rest.cancel()
+            self._rest = None
+        self.channel.stir()
+        self._loop.call_soon(self._poll)
+
+    def _poll(self) -> None:
+        """One look per turn of the loop; between them others run and submit more."""
+        channel = self.channel
+        if self.error is not None:
+            return
+        if channel.reap():
+            self._active = self._loop.time()
+            self._send_queued()
+        if not channel.outstanding:
+            self._busy = False
+        elif self._loop.time() - self._active < BUSY_S:
+            self._loop.call_soon(self._poll)
+        elif channel.rest():
+            channel.stir()
+            self._loop.call_soon(self._poll)
+        else:
+            self._busy = False
+            self._rest = self._loop.call_later(REST_S, self._rested)
+
+    def _send_queued(self) -> None:
+        while self._queue and self._queue[0].send():
+            self._queue.popleft()
+
+    def _rung(self) -> None:
+        self.channel.drain_pipe()
+        if self.channel.gone:
+            self.channel.reap()  # what was completed before the end
+            self._stop(InferError(Code.UNAVAILABLE, GONE))
+            self._left.channel_gone()
+        elif not self._busy:
+            self._wake()
+
+    def _rested(self) -> None:
+        """Nobody rang for as long as we may sleep."""
+        self._rest = None
+        if not self._busy:
+            if self.channel.rest():
+                self.channel.lost_wakeups += 1
+            self._wake()
+
+    def _stop(self, error: InferError) -> None:
+        if self.error is not None:
+            return
+        self.error = error
+        self._loop.remove_reader(self.channel.pipe_fd)
+        if self._rest is not None:
+            self._rest.cancel()
+        self.channel.close()
+        queued, self._queue = self._queue, deque()
+        for pending in (*self.channel.abandoned(), *queued):
+            pending.settle((0, 0, Code[error.code] | FINAL, 0, 0, 0, 0, 0), error.message.encode())
+
+
+@final
+class LoopLanes:
+    """The lanes of one session on one loop: one per worker."""
+
+    __slots__ = ("_by_worker",)
+
+    def __init__(self) -> None:
+        self._by_worker: dict[str, AsyncLane] = {}
+
+    def mine(self, worker: str) -> AsyncLane | None:
+        """The loop's lane to `worker`; None: open a channel and `add` it."""
+        lane = self._by_worker.get(worker)
+        return lane if lane is None or lane.error is None else None
+
+    def add(self, worker: str, channel: ClientChannel, left: Left) -> AsyncLane:
+        """A new channel is this loop's; a second one for the same worker is one too many."""
+        lane = self._by_worker.get(worker)
+        if lane is None or lane.error is not None:
+            lane = self._by_worker[worker] = AsyncLane(worker, channel, left)
+        else:
+            channel.close()
+        return lane
+
+    def all(self) -> list[AsyncLane]:
+        """Every lane."""
+        return list(self._by_worker.values())

@@ -1,0 +1,176 @@
+"""A request that was submitted on an event loop: awaiting its end.
+
+Made by `clientlib.async_plans`, settled by its lane. The future only says "ended or expired", so that a result which
+nobody takes is no unretrieved exception.
+"""
+# ruff: noqa: ASYNC109 (the arguments are those of `Pending`)
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any, final
+
+from clientlib.arena import Lease
+from clientlib.async_lane import AsyncLane
+from clientlib.layout import Layout
+from clientlib.link import Bound
+from clientlib.pending import expired
+from clientlib.results import InferResult
+from shm.errors import Code
+from shm.layout import CODE_MASK, FINAL
+
+if TYPE_CHECKING:
+    from clientlib.async_plans import AsyncPlan
+
+
+@final
+class AsyncPending:
+    """A submitted request of an `AsyncPlan`; await it, or `result()`."""
+
+    __slots__ = (
+        "_bound",
+        "_deadline_ns",
+        "_expired",
+        "_flags",
+        "_future",
+        "_priority",
+        "_result",
+        "_rows",
+        "_sequence_id",
+        "_timer",
+        "copied",
+        "entry",
+        "ident",
+        "input_slot",
+        "lease",
+        "note",
+        "output_slot",
+        "plan",
+    )
+
+    note: bytes
+
+    def __init__(
+        self,
+        plan: AsyncPlan,
+        bound: Bound[AsyncLane],
+        input_slot: int,
+        output_slot: int,
+        rows: int,
+        deadline_ns: int,
+        priority: int,
+        flags: int,
+        sequence_id: int,
+        lease: Lease | None,
+    ) -> None:
+        self.plan = plan  # keeps the client, its session and regions
+        self._bound = bound
+        self.input_slot = input_slot
+        self.output_slot = output_slot
+        self._rows = rows
+        self._deadline_ns = deadline_ns
+        self._priority = priority
+        self._flags = flags
+        self._sequence_id = sequence_id
+        self.lease = lease
+        self.copied = 0
+        self.ident = 0
+        self.entry: tuple[int, ...] | None = None
+        self._expired = False
+        self._result: InferResult | None = None
+        self._future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """Where its tensors lie."""
+        return self._bound.layout
+
+    def send(self) -> bool:
+        """Put it into the channel; False when that is full. Called by the lane."""
+        bound = self._bound
+        self.ident = bound.channel.submit(
+            self,
+            bound.word,
+            self.input_slot,
+            self.output_slot,
+            self._rows,
+            self._deadline_ns,
+            0,
+            self._priority,
+            self._flags,
+            self._sequence_id,
+        )
+        return self.ident != 0
+
+    def expire_after(self, timeout: float) -> None:
+        """Answer at the deadline, whatever the worker does."""
+        self._timer = asyncio.get_running_loop().call_later(timeout, self._expire)
+
+    def settle(self, entry: tuple[int, ...], note: bytes) -> None:
+        """The channel's completion. The output position is free from here on."""
+        self.note = note
+        self._bound.live.pop(self.output_slot, None)
+        self.entry = entry
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self._future.done():
+            self._future.set_result(None)
+
+    def done(self) -> bool:
+        """Has it ended?"""
+        return self.entry is not None
+
+    def cancel(self) -> bool:
+        """Ask for an early end; False when it has ended already. A request that runs is not interrupted."""
+        if self.entry is not None:
+            return False
+        if self._bound.lane.withdraw(self):
+            self.settle((0, 0, Code.CANCELLED | FINAL, 0, 0, 0, 0, 0), b"the request was cancelled")
+            return True
+        return self._bound.channel.cancel(self.ident)
+
+    async def result(self, timeout: float | None = None) -> InferResult:
+        """Await the end. Raises TimeoutError after `timeout` seconds (the request goes on), InferError if it failed."""
+        if self.entry is None and not self._expired:
+            waiting = asyncio.shield(self._future)  # whoever else awaits it must not be cancelled with us
+            try:
+                async with asyncio.timeout(timeout):
+                    await waiting
+            except TimeoutError:
+                raise TimeoutError(f"no result within {timeout:g} s; the request goes on") from None
+        return self.take()
+
+    async def finish(self) -> InferResult:
+        """As `result`, for the one coroutine that knows of this request: cancelling it cancels the request."""
+        try:
+            await self._future
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        return self.take()
+
+    def __await__(self) -> Generator[Any, None, InferResult]:
+        return self.result().__await__()
+
+    def take(self) -> InferResult:
+        """The result of a request that has ended. Raises InferError if it failed or its deadline passed."""
+        if self._result is None:
+            if self.entry is None:
+                raise expired()
+            if code := self.entry[2] & CODE_MASK:
+                raise self._bound.layout.failure(code, self.note)
+            self._result = self._bound.layout.result(
+                self.entry, self.note, self.output_slot, self._rows, self.lease, self.copied
+            )
+            self.lease = None
+        return self._result
+
+    def _expire(self) -> None:
+        self._timer = None
+        self._expired = True
+        if self._bound.lane.withdraw(self):
+            self.settle((0, 0, Code.UNAVAILABLE | FINAL, 0, 0, 0, 0, 0), expired().message.encode())
+        elif not self._future.done():
+            self._future.set_result(None)

@@ -1,0 +1,180 @@
+"""A prepared request on an event loop. The same verbs as `clientlib.plans.Plan`, awaitable.
+
+Made by `AsyncClient.prepare`; used on the loop that it was made on.
+"""
+# ruff: noqa: ASYNC109 (the arguments are those of `Plan`)
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import numpy.typing as npt
+
+from clientlib.arena import Bank, Lease
+from clientlib.async_lane import AsyncLane
+from clientlib.async_pending import AsyncPending
+from clientlib.layout import RoomNeeded
+from clientlib.link import Bound, Prepared
+from clientlib.overlap import in_use
+from clientlib.pending import expired
+from clientlib.plans import check_options, deadline_ns_of, outside
+from clientlib.recipe import Recipe
+from clientlib.results import InferResult
+from shm.errors import Code, InferError
+
+if TYPE_CHECKING:
+    from clientlib.async_client import AsyncClient
+
+
+@final
+class AsyncPlan:
+    """A model, and where its inputs and outputs lie, checked once. Arguments are those of `Plan`."""
+
+    __slots__ = ("__weakref__", "_bound", "_client", "prepared", "recipe")
+
+    def __init__(self, client: AsyncClient, recipe: Recipe) -> None:
+        self._client = client
+        self._bound: Bound[AsyncLane] | None = None
+        self.recipe = recipe
+        self.prepared: Prepared[AsyncLane] | None = None
+
+    async def infer(
+        self,
+        timeout: float | None = None,
+        input_slot: int = 0,
+        output_slot: int | None = None,
+        rows: int = 0,
+        priority: int = 0,
+        sequence_id: int = 0,
+        sequence_start: bool = False,
+        sequence_end: bool = False,
+    ) -> InferResult:
+        """Run the model. Raises InferError; UNAVAILABLE when the deadline passes, even if the model runs on."""
+        options = (rows, priority, sequence_id, sequence_start, sequence_end)
+        try:
+            return await (await self._start(timeout, input_slot, output_slot, options)).finish()
+        except RoomNeeded as needed:
+            await self._client.grow(self, needed, timeout)
+        return await (await self._start(timeout, input_slot, output_slot, options)).finish()
+
+    async def submit(
+        self,
+        timeout: float | None = None,
+        input_slot: int = 0,
+        output_slot: int | None = None,
+        rows: int = 0,
+        priority: int = 0,
+        sequence_id: int = 0,
+        sequence_start: bool = False,
+        sequence_end: bool = False,
+    ) -> AsyncPending:
+        """Send the request; it queues while every slot of the channel is taken, first come, first served."""
+        options = (rows, priority, sequence_id, sequence_start, sequence_end)
+        return await self._start(timeout, input_slot, output_slot, options)
+
+    async def infer_arrays(
+        self, values: Sequence[npt.NDArray[Any]], timeout: float | None, priority: int
+    ) -> InferResult:
+        """Copy `values` into a place of the client's own and run. For plans that `AsyncClient.infer` makes."""
+        options = (0, priority, 0, False, False)
+        try:
+            return await (await self._start(timeout, 0, None, options, values)).finish()
+        except RoomNeeded as needed:
+            await self._client.grow(self, needed, timeout)
+        return await (await self._start(timeout, 0, None, options, values)).finish()
+
+    def unbind(self) -> None:
+        """The next request asks for its channel and the plan's word again."""
+        self._bound = None
+
+    def __del__(self) -> None:
+        if self.prepared is not None:
+            self._client.native.released(self.prepared)
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    async def _start(
+        self,
+        timeout: float | None,
+        input_slot: int,
+        output_slot: int | None,
+        options: tuple[int, int, int, bool, bool],
+        values: Sequence[npt.NDArray[Any]] | None = None,
+    ) -> AsyncPending:
+        deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
+        bound = self._bound
+        if bound is None:
+            bound = self._bound = await self._client.bind(self, timeout)
+        flags = check_options(*options) if any(options) else 0
+        lease = None
+        if bound.layout.bank is not None:
+            lease = bound.layout.bank.take() or await self._lease(bound.layout.bank, timeout)
+            if bound.layout.writes:
+                input_slot = lease.place
+            if bound.layout.owns_outputs:
+                if output_slot is not None:
+                    raise InferError(
+                        Code.INVALID_ARG,
+                        "output_slot is for outputs that the caller placed; this plan's have their own",
+                    )
+                output_slot = lease.place
+        if output_slot is None:
+            output_slot = 0
+        if not (0 <= input_slot < bound.input_positions and 0 <= output_slot < bound.output_positions):
+            raise outside(bound, input_slot, output_slot)
+        pending = AsyncPending(
+            self, bound, input_slot, output_slot, options[0], deadline_ns, options[1], flags, options[2], lease
+        )
+        if lease is not None and values is not None:
+            pending.copied = bound.layout.write(lease.place, values)
+        self._claim(bound, pending)
+        try:
+            bound.lane.submit(pending)
+        except BaseException:
+            bound.live.pop(output_slot, None)
+            raise
+        if timeout is not None:
+            pending.expire_after(timeout)
+        return pending
+
+    def _claim(self, bound: Bound[AsyncLane], pending: AsyncPending) -> None:
+        """Mark the output position. Raises InferError when memory is in use."""
+        for _ in range(2):
+            if bound.ranges.rivals is not None:
+                overlap, _holder = bound.ranges.claim(pending)
+            else:
+                holder = bound.live.setdefault(pending.output_slot, pending)
+                overlap = "" if holder is pending else in_use(bound.ranges, pending)
+            if not overlap:
+                return
+            bound.channel.reap()  # the other request may have ended since the last look
+        raise InferError(Code.INVALID_ARG, overlap)
+
+    async def _lease(self, bank: Bank, timeout: float | None) -> Lease:
+        """Await a place, first come, first served."""
+        loop = asyncio.get_running_loop()
+        called = asyncio.Event()
+
+        def turn() -> None:  # called from any thread, wherever an array was collected
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(called.set)
+
+        bank.waiters.append(turn)
+        bank.call_next()
+        try:
+            async with asyncio.timeout(timeout):
+                while True:
+                    await called.wait()
+                    if (lease := bank.take_next()) is not None:
+                        return lease
+                    called.clear()
+                    bank.waiters.appendleft(turn)
+        except TimeoutError:
+            raise expired() from None
+        finally:
+            with contextlib.suppress(ValueError):
+                bank.waiters.remove(turn)
+            bank.call_next()  # there may be a place for the next one too

@@ -1,0 +1,108 @@
+"""A model as an application sees it: its metadata, and a call.
+
+Made by the clients' `model`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, final
+
+import numpy.typing as npt
+
+from clientlib.recipe import Outputs
+from clientlib.region import TensorRef
+from clientlib.results import InferResult
+from shm.messages import ModelMetadata, TensorMetadata
+
+if TYPE_CHECKING:
+    from clientlib.async_client import AsyncClient
+    from clientlib.client import Client
+
+Inputs = Mapping[str, npt.NDArray[Any] | TensorRef]
+
+
+class Metadata:
+    """What both kinds of model know. `inputs` and `outputs` have name, datatype, shape (batch dimension included)."""
+
+    __slots__ = ("_version", "metadata")
+
+    def __init__(self, metadata: ModelMetadata, version: str) -> None:
+        self.metadata = metadata
+        self._version = version
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        return self.metadata.name
+
+    @property
+    def inputs(self) -> tuple[TensorMetadata, ...]:
+        """The inputs, -1 in a shape where any size goes."""
+        return self.metadata.inputs
+
+    @property
+    def outputs(self) -> tuple[TensorMetadata, ...]:
+        """The outputs, -1 in a shape where the size depends on the request."""
+        return self.metadata.outputs
+
+    @property
+    def max_batch_size(self) -> int:
+        """The largest first dimension; 0 for a model without a batch dimension."""
+        return self.metadata.max_batch_size
+
+    @property
+    def zero_copy(self) -> bool:
+        """Does the model read every input where it lies? `inputs[i].zero_copy_reason` says why or why not."""
+        return all(tensor.zero_copy for tensor in self.metadata.inputs)
+
+    def __repr__(self) -> str:
+        return f"<model {self.name!r} version {self.metadata.version}, {self.metadata.state}>"
+
+
+@final
+class Model(Metadata):
+    """A model of a `Client`: call it with arrays, get arrays."""
+
+    __slots__ = ("_client",)
+
+    def __init__(self, client: Client, metadata: ModelMetadata, version: str) -> None:
+        super().__init__(metadata, version)
+        self._client = client
+
+    def infer(
+        self,
+        inputs: Inputs,
+        outputs: Outputs = None,
+        timeout: float | None = None,
+        priority: int = 0,
+        parameters: Mapping[str, object] | None = None,
+    ) -> InferResult:
+        """As `Client.infer`."""
+        return self._client.infer(self.name, inputs, outputs, timeout, priority, parameters, self._version)
+
+    __call__ = infer
+
+
+@final
+class AsyncModel(Metadata):
+    """A model of an `AsyncClient`: call it with arrays, await arrays."""
+
+    __slots__ = ("_client",)
+
+    def __init__(self, client: AsyncClient, metadata: ModelMetadata, version: str) -> None:
+        super().__init__(metadata, version)
+        self._client = client
+
+    def infer(
+        self,
+        inputs: Inputs,
+        outputs: Outputs = None,
+        timeout: float | None = None,
+        priority: int = 0,
+        parameters: Mapping[str, object] | None = None,
+    ) -> Coroutine[Any, Any, InferResult]:
+        """As `AsyncClient.infer`."""
+        return self._client.infer(self.name, inputs, outputs, timeout, priority, parameters, self._version)
+
+    __call__ = infer

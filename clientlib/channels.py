@@ -1,0 +1,166 @@
+"""Channels of a client that is used by threads: one per thread and worker, handed on when its thread ends.
+
+A channel shared by threads costs ten times one of the thread's own, so sharing starts only at the broker's limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections import defaultdict
+from typing import Protocol, final
+
+from shm.client_channel import ClientChannel
+from shm.errors import Code, ForkedError, InferError
+from shm.layout import FINAL
+
+GONE = "the broker went away while the request was outstanding: whether it ran is not known"
+
+
+@final
+class Lane:
+    """A channel and the threads that wait on it.
+
+    Whoever holds `channel.role` reaps for all. Who finds it taken leaves a lock in `waiters` and sleeps on it; it is
+    released when the request ends, or when the role is free and somebody must take it.
+    """
+
+    __slots__ = ("__weakref__", "_left", "channel", "error", "waiters", "worker")
+
+    def __init__(self, worker: str, channel: ClientChannel, left: Left) -> None:
+        self.worker = worker
+        self.channel = channel
+        self.waiters: list[threading.Lock] = []
+        self.error: InferError | None = None  # set when nobody may wait here any more: closed, or forked
+        self._left = left
+
+    def look(self) -> None:
+        """Settle what has ended, unless another thread is doing that."""
+        if self.channel.role.acquire(blocking=False):
+            try:
+                self.channel.reap()
+                if self.channel.gone:
+                    self.abandon()
+            finally:
+                self.leave_role()
+
+    def abandon(self) -> None:
+        """End what is outstanding after `channel.gone`: nobody will, and nobody writes to its memory any more.
+
+        The caller holds the role.
+        """
+        self.channel.reap()  # what was completed before the end
+        for pending in self.channel.abandoned():
+            pending.settle((0, 0, Code.UNAVAILABLE | FINAL, 0, 0, 0, 0, 0), GONE.encode())
+        self._left.channel_gone()
+
+    def leave_role(self) -> None:
+        """Let the role go, and wake somebody who waits for it."""
+        self.channel.role.release()
+        if self.waiters:
+            self.pass_on()
+
+    def pass_on(self) -> None:
+        """Wake one thread that waits: it takes the role, or finds its request ended and wakes the next."""
+        with contextlib.suppress(IndexError):
+            wake(self.waiters.pop(0))
+
+    def close(self) -> None:
+        """Nobody may wait here any more. The descriptors are closed unless a thread is using them right now."""
+        self.error = InferError(Code.UNAVAILABLE, "the client was closed while the request was outstanding")
+        if self.channel.role.acquire(timeout=1.0):
+            try:
+                self.channel.close()
+            finally:
+                self.channel.role.release()
+        for lock in tuple(self.waiters):
+            wake(lock)
+
+    def leave_to_parent(self) -> None:
+        """The channel is the parent's."""
+        self.error = ForkedError()
+
+    def __del__(self) -> None:
+        self.channel.close()
+
+
+class Left(Protocol):
+    """Whom to tell that broker and worker of a channel are gone."""
+
+    def channel_gone(self) -> None:
+        """The session is gone too; the next call reconnects."""
+
+
+def wake(lock: threading.Lock) -> None:
+    """Release a lock that somebody sleeps on; it may have been released already."""
+    with contextlib.suppress(RuntimeError):
+        lock.release()
+
+
+@final
+class _Held:
+    """The lanes of one thread. Dies with the thread, which returns them."""
+
+    __slots__ = ("_lanes", "by_worker")
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self.by_worker: dict[str, Lane] = {}
+
+    def __del__(self) -> None:
+        for lane in self.by_worker.values():
+            self._lanes.give_back(lane)
+
+
+@final
+class Lanes:
+    """All lanes of one session; `limit` is how many channels the broker gives it."""
+
+    __slots__ = ("_all", "_free", "_limit", "_local", "_turn")
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._all: list[Lane] = []
+        # list.append and list.pop are atomic: a thread may end, and return its lanes, anywhere in this code.
+        self._free: defaultdict[str, list[Lane]] = defaultdict(list)
+        self._local = threading.local()
+        self._turn = itertools.count()
+
+    def mine(self, worker: str) -> Lane | None:
+        """This thread's lane to `worker`; None: open a channel and `add` it."""
+        held = self._held()
+        lane = held.by_worker.get(worker)
+        if lane is not None:
+            return lane
+        try:
+            lane = held.by_worker[worker] = self._free[worker].pop()
+        except IndexError:
+            return self._shared(worker) if len(self._all) >= self._limit else None
+        return lane
+
+    def add(self, worker: str, channel: ClientChannel, left: Left) -> Lane:
+        """A new channel is this thread's."""
+        lane = Lane(worker, channel, left)
+        self._all.append(lane)
+        self._held().by_worker[worker] = lane
+        return lane
+
+    def give_back(self, lane: Lane) -> None:
+        """A thread has ended; requests of it that are still outstanding are settled by the next."""
+        self._free[lane.worker].append(lane)
+
+    def all(self) -> list[Lane]:
+        """Every lane, whoever holds it."""
+        return list(self._all)
+
+    def _held(self) -> _Held:
+        try:
+            held: _Held = self._local.held
+        except AttributeError:
+            held = self._local.held = _Held(self)
+        return held
+
+    def _shared(self, worker: str) -> Lane | None:
+        lanes = [lane for lane in self._all if lane.worker == worker]
+        return lanes[next(self._turn) % len(lanes)] if lanes else None

@@ -1,0 +1,267 @@
+"""`Client`: the library for threads.
+
+    connect() ─▶ Client ── Native (what is said, what is known)
+                    └───── SyncSession (how it gets there)
+
+A call finds the session lost at worst once: it is then repeated on a new one, on which regions were registered again.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, TypeVar, final
+
+from clientlib.address import Absent, dial, directory_of
+from clientlib.automatic import Automatic, request
+from clientlib.callable_model import Inputs, Model
+from clientlib.channels import Lane, Lanes
+from clientlib.layout import RoomNeeded
+from clientlib.link import Bound, Link
+from clientlib.native import Native
+from clientlib.plans import Plan, check_timeout
+from clientlib.recipe import Budget, Outputs, Slots, recipe
+from clientlib.region import MappedRegion, Region, TensorRef
+from clientlib.results import InferResult
+from clientlib.session import Procedure
+from clientlib.sync_session import SyncSession
+from shm.errors import Code, ConnectionLost, InferError
+from shm.messages import ModelMetadata, RegionRecord
+
+T = TypeVar("T")
+CALL_S = 30.0  # how long a control call may take
+RECONNECT_S = 10.0  # how long a broker that went away is waited for
+RETRY_S = 0.02
+BUDGET = Budget(places=64, byte_size=1 << 20)
+MAX_SLOTS = 1024
+NO_CUDA = (
+    "CUDA regions are not available: this build shares system memory only; use create_region() or "
+    "register_system_shm() and let the model copy"
+)
+
+
+def connect(url: str | None = None, *, timeout: float = 30, slots: int = 64, spin_us: float = 50) -> Client:
+    """Connect to the broker on this host, once its start-up load has ended.
+
+    `url` is `ipc:///run/directory`; without it the broker is found by TENSORBROKER_DIR or in the default place.
+    `slots`: requests in flight per thread; `spin_us`: how long a waiting thread spins before it sleeps (0: never).
+    Raises InferError UNAVAILABLE when there is no broker, or "starting: 3 of 7 models" after `timeout` seconds.
+    """
+    check_timeout(timeout)
+    check_channel(slots, spin_us)
+    return Client(directory_of(url), time.monotonic() + timeout, slots, spin_us * 1e-6)
+
+
+def check_channel(slots: int, spin_us: float) -> None:
+    """Raises InferError for what no channel can be."""
+    if not isinstance(slots, int) or not 1 <= slots <= MAX_SLOTS:
+        raise InferError(Code.INVALID_ARG, f"slots must be 1 to {MAX_SLOTS}, got {slots!r}")
+    if not isinstance(spin_us, int | float) or not 0 <= spin_us <= 1e6:
+        raise InferError(Code.INVALID_ARG, f"spin_us must be 0 to 1000000 microseconds, got {spin_us!r}")
+
+
+@final
+class Client:
+    """A connection to the broker. Every method may be called from any thread; made by `connect`."""
+
+    def __init__(self, directory: str, deadline: float, slots: int, spin_s: float) -> None:
+        reference = weakref.ref(self)
+
+        def make_region(*args: Any, **kwargs: Any) -> MappedRegion:
+            owner = reference()
+            assert owner is not None
+            return Region(*args, **kwargs).bind(owner)
+
+        self.native: Native[Lane] = Native(directory, slots, spin_s, make_region)
+        self._automatic: Automatic[Plan] = Automatic()
+        self._connecting = threading.Lock()
+        self._closing = threading.Event()
+        self._connect(deadline, wait=False)
+        weakref.finalize(self, self.native.close)
+
+    # --- models ----------------------------------------------------------------------------------------------------
+
+    def models(self) -> dict[str, ModelMetadata]:
+        """Every model of the broker by name, with its state."""
+        return self._run(self.native.models)
+
+    def model(self, name: str, version: str = "") -> Model:
+        """A model to call. Raises InferError when the broker does not serve it."""
+        return Model(self, self._run(lambda link: self.native.model(link, name, version)), version)
+
+    def statistics(self, model: str = "", version: str = "") -> list[dict[str, Any]]:
+        """Triton's model statistics (counts, durations in ns), of one model or all."""
+        return self._run(lambda link: self.native.statistics(link, model, version))
+
+    def load(self, model: str, timeout: float = CALL_S) -> None:
+        """Load a model, or reload it; returns when it is ready."""
+        self._run(lambda link: self.native.load(link, model), timeout)
+
+    def unload(self, model: str, timeout: float = CALL_S) -> None:
+        """Unload a model."""
+        self._run(lambda link: self.native.unload(link, model), timeout)
+
+    # --- regions ---------------------------------------------------------------------------------------------------
+
+    def create_region(self, name: str, byte_size: int) -> Region:
+        """New shared memory that models read and write in place."""
+        return _own(self._run(lambda link: self.native.create_region(link, name, byte_size)))
+
+    def register_system_shm(self, name: str, key: str, byte_size: int, offset: int = 0) -> Region:
+        """POSIX shared memory that exists already; `key` is its name below /dev/shm. It is never unlinked."""
+        return _own(self._run(lambda link: self.native.register_system(link, name, key, byte_size, offset)))
+
+    def register_cuda_shm(self, name: str, tensor: object = None, **_: object) -> Region:
+        """GPU memory; raises InferError UNSUPPORTED where there is none."""
+        raise InferError(Code.UNSUPPORTED, f"cannot register '{name}': {NO_CUDA}")
+
+    def open_region(self, token: str, name: str | None = None) -> Region:
+        """A region that another session of the same uid shared; `name` is what it is called here."""
+        return _own(self._run(lambda link: self.native.open_region(link, name or default_name(token), token)))
+
+    def share(self, region: MappedRegion) -> str:
+        """As `region.share()`."""
+        return self._run(lambda link: self.native.share(link, region))
+
+    def regions(self) -> list[RegionRecord]:
+        """The regions of this session as the broker knows them."""
+        return self._run(self.native.list_regions)
+
+    def unregister(self, name: str | None = None) -> None:
+        """Retire one region, or all. Requests that run end as usual, arrays stay valid."""
+        self._run(lambda link: self.native.unregister(link, name))
+
+    # --- inference -------------------------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        model: str,
+        inputs: Mapping[str, TensorRef],
+        outputs: Outputs = None,
+        slots: Slots = 1,
+        version: str = "",
+    ) -> Plan:
+        """Check a request once, to run it many times.
+
+        Outputs that are not placed get places in the client's own memory. `slots` is how many positions the tensors
+        have, or a pair for inputs and outputs. Raises InferError with what does not fit the model or its region.
+        """
+        plan = Plan(self, recipe(model, inputs, outputs, slots, version, BUDGET))
+        self._run(lambda link: self.native.prepare(link, plan))
+        return plan
+
+    def infer(
+        self,
+        model: str,
+        inputs: Inputs,
+        outputs: Outputs = None,
+        timeout: float | None = None,
+        priority: int = 0,
+        parameters: Mapping[str, object] | None = None,
+        version: str = "",
+    ) -> InferResult:
+        """Run a model on arrays, or on tensors in regions; arrays are copied once.
+
+        The first request of a kind (model, datatypes, shapes) prepares a plan, the next use it.
+        """
+        asked = request(model, version, inputs, outputs, parameters, BUDGET)
+        plan = self._automatic.find(asked.key)
+        if plan is None:
+            fresh = plan = Plan(self, asked.recipe)
+            self._run(lambda link: self.native.prepare(link, fresh), timeout or CALL_S)
+            plan = self._automatic.keep(asked.key, fresh)
+        try:
+            return plan.infer_arrays(asked.values, timeout, priority)
+        except InferError as error:
+            if error.code in ("NOT_FOUND", "INVALID_ARG"):
+                self._automatic.drop(asked.key)  # the model or a region may have changed: look again next time
+            raise
+
+    # --- life ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the session. Arrays, results included, stay valid. May be called again."""
+        self._closing.set()
+        self._automatic.clear()
+        self.native.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def bind(self, plan: Plan, timeout: float | None) -> Bound[Lane]:
+        """What this thread needs to submit requests of `plan`."""
+        return self._run(lambda link: self.native.bind(link, plan), timeout or RECONNECT_S)
+
+    def grow(self, plan: Plan, needed: RoomNeeded, timeout: float | None) -> None:
+        """Give an output of `plan` more room."""
+        self._run(lambda link: self.native.grow(link, plan, needed), timeout or CALL_S)
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _run(self, make: Callable[[Link[Lane]], Procedure[T]], timeout: float = CALL_S) -> T:
+        check_timeout(timeout)
+        deadline = time.monotonic() + timeout
+        while True:
+            self.native.check()
+            link = self.native.link
+            fresh = link is None
+            if link is None:
+                link = self._connect(deadline, wait=True)
+            session = link.session
+            assert isinstance(session, SyncSession)
+            try:
+                return session.drive(make(link), deadline)
+            except ConnectionLost:
+                self.native.lose(link)
+                if fresh or self.native.closed:
+                    raise
+
+    def _connect(self, deadline: float, *, wait: bool) -> Link[Lane]:
+        """The session, made anew unless another thread was faster. `wait`: for a broker that was there before."""
+        with self._connecting:
+            until = min(deadline, time.monotonic() + RECONNECT_S) if wait else deadline
+            while self.native.link is None:
+                session = SyncSession(self._dial(until, wait=wait), self.native.directory)
+                try:
+                    welcome = session.drive(self.native.greet(), deadline)
+                    session.drive(self.native.attach(), deadline)
+                except BaseException as error:
+                    session.close()
+                    # One that is just going down answers no more; its successor will.
+                    if not (wait and isinstance(error, ConnectionLost) and time.monotonic() < until):
+                        raise
+                else:
+                    self.native.link = Link(self.native.lose, session, Lanes(welcome.max_channels))
+            return self.native.link
+
+    def _dial(self, until: float, *, wait: bool) -> socket.socket:
+        while True:
+            try:
+                if (sock := dial(self.native.directory)) is not None:
+                    return sock
+                problem = InferError(Code.UNAVAILABLE, f"the broker in {self.native.directory} is too busy to answer")
+            except Absent as absent:
+                if not wait:
+                    raise absent.error from None
+                problem = absent.error
+            if time.monotonic() >= until:
+                raise problem
+            if self._closing.wait(RETRY_S):
+                self.native.check()
+
+
+def default_name(token: str) -> str:
+    """What an opened region is called when the application gives it no name."""
+    return f"shared.{token[:16]}"
+
+
+def _own(region: MappedRegion) -> Region:
+    assert isinstance(region, Region)
+    return region

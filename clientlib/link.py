@@ -1,0 +1,111 @@
+"""One session with the broker, its channels, and the plans that were prepared on it.
+
+Seen by `clientlib.native`, which fills it, and by the plans, which submit through it. All of it ends with the session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar, final
+
+from clientlib.layout import Layout
+from clientlib.recipe import Recipe
+from shm import messages
+from shm.client_channel import ClientChannel
+
+
+class Lane(Protocol):
+    """A channel as one kind of client uses it."""
+
+    worker: str
+    channel: ClientChannel
+
+    def close(self) -> None:
+        """Nobody may wait on it any more."""
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: nobody may use it."""
+
+
+L = TypeVar("L", bound=Lane)
+
+
+class Lanes(Protocol[L]):
+    """The channels of one session, as one kind of client shares them out."""
+
+    def mine(self, worker: str) -> L | None:
+        """The caller's lane to `worker`; None: open a channel and `add` it."""
+
+    def add(self, worker: str, channel: ClientChannel, left: Link[L]) -> L:
+        """Make a lane of a new channel; it is the caller's."""
+
+    def all(self) -> list[L]:
+        """Every lane there is."""
+
+
+class Session(Protocol):
+    """A session as far as nobody waits for it."""
+
+    def close(self) -> None:
+        """End it."""
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: close the copy of the socket only."""
+
+
+@final
+class Link(Generic[L]):
+    """One session with the broker and what belongs to it alone."""
+
+    def __init__(self, lose: Callable[[Link[L]], None], session: Session, lanes: Lanes[L]) -> None:
+        self.session = session
+        self.lanes = lanes
+        self._lose = lose
+
+    def channel_gone(self) -> None:
+        """Broker and worker of a channel are gone."""
+        self._lose(self)
+
+
+@final
+class Bound(Generic[L]):
+    """A plan prepared on a link: everything a request needs, so that the hot path looks in one place."""
+
+    __slots__ = ("channel", "input_positions", "lane", "layout", "live", "output_positions", "ranges", "word")
+
+    def __init__(self, lane: L, layout: Layout, word: int) -> None:
+        self.lane = lane
+        self.channel = lane.channel
+        self.layout = layout
+        self.ranges = layout.ranges
+        self.live = layout.ranges.live
+        self.input_positions = layout.input_positions
+        self.output_positions = layout.output_positions
+        self.word = word
+
+
+@final
+class Prepared(Generic[L]):
+    """Where a plan was prepared last."""
+
+    __slots__ = ("generation", "index", "layout", "link", "worker")
+
+    def __init__(self, link: Link[L], layout: Layout, reply: messages.Prepared) -> None:
+        self.link = link
+        self.layout = layout
+        self.index, self.generation, self.worker = reply.index, reply.generation, reply.worker
+
+    @property
+    def word(self) -> int:
+        """How a submission names the plan."""
+        return self.index | self.generation << 32
+
+
+class PlanState(Protocol[L]):
+    """What this module keeps in a plan."""
+
+    recipe: Recipe
+    prepared: Prepared[L] | None
+
+    def unbind(self) -> None:
+        """Forget the channel and the plan's word, in every thread: they must be asked for again."""

@@ -1,0 +1,314 @@
+"""What a client of the native transport knows and says: regions, plans, channels; without I/O.
+
+Every verb is a procedure (see `clientlib.session`) that `Client` drives with blocking calls and `AsyncClient` with
+awaits. A procedure gets the `Link` it runs on as its first argument: after a lost session it is run again on the next
+one, so nothing a link says may be remembered without it.
+
+    Native ── Link (one session) ── lanes
+           ├─ regions, store        registered again on every new link
+           └─ plans (weak)          prepared again when they are next used
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, final
+
+from clientlib import process
+from clientlib.arena import CHUNK, Block, Store
+from clientlib.layout import Layout, RoomNeeded, sketch
+from clientlib.link import Bound, L, Link, PlanState, Prepared
+from clientlib.region import MappedRegion, TensorRef
+from clientlib.session import Call, Procedure
+from shm import messages
+from shm.client_channel import ClientChannel
+from shm.errors import Code, ConnectionLost, InferError
+from shm.memory import pages
+from shm.messages import ModelMetadata, RegionRecord, Welcome
+from shm.regions import create_pool
+from shm.sockets import close_all
+
+LIBRARY = "clientlib (Python)"
+MakeRegion = Callable[..., MappedRegion]
+
+
+@final
+class Native(Generic[L]):
+    """The state of one client. Made by the client, which also owns the link's session."""
+
+    def __init__(self, directory: str, slots: int, spin_s: float, make_region: MakeRegion) -> None:
+        self.directory = directory
+        self.link: Link[L] | None = None
+        self.closed = False
+        self.made_in = process.generation
+        self.regions: dict[str, MappedRegion] = {}
+        self._store = Store()
+        self._slots = slots
+        self._spin_s = spin_s
+        self._make_region = make_region
+        self._lock = threading.Lock()  # for the set: adding while another thread goes through it is an error
+        self._plans: weakref.WeakSet[PlanState[L]] = weakref.WeakSet()
+        # Appended to when a plan is collected, in any thread; sent with the next call.
+        self._released: list[Prepared[L]] = []
+        process.tell_after_fork(self)
+
+    # --- life ------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises InferError when the client was closed or belongs to another process."""
+        process.check(self.made_in)
+        if self.closed:
+            raise InferError(Code.UNAVAILABLE, "the client was closed")
+
+    def lose(self, link: Link[L]) -> None:
+        """`link` is of no use any more: the next call makes a new one."""
+        if self.link is link:
+            self.link = None
+            link.session.close()
+            self._unbind_all()
+
+    def close(self) -> None:
+        """End the session. Arrays stay valid, everything else says that the client was closed."""
+        if self.closed or self.made_in != process.generation:
+            return
+        self.closed = True
+        link, self.link = self.link, None
+        self._unbind_all()
+        if link is not None:
+            link.session.close()
+            for lane in link.lanes.all():
+                lane.close()
+        for region in (*self.regions.values(), *self._store.regions()):
+            region.release_fd()
+            region.retired = "lost when the client was closed"
+        self.regions.clear()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: nothing of this client works here."""
+        for plan in tuple(self._plans):  # without the lock, which a thread of the parent may hold
+            plan.unbind()
+        if self.link is not None:
+            self.link.session.leave_to_parent()
+            for lane in self.link.lanes.all():
+                lane.leave_to_parent()
+
+    def _unbind_all(self) -> None:
+        with self._lock:
+            plans = tuple(self._plans)
+        for plan in plans:
+            plan.unbind()
+
+    # --- sessions --------------------------------------------------------------------------------------------------
+
+    def greet(self) -> Procedure[Welcome]:
+        """The first call of a session; answered when the broker's start-up load has ended."""
+        reply, _ = yield Call(messages.Hello(protocol=messages.PROTOCOL, library=LIBRARY))
+        assert isinstance(reply, Welcome)
+        return reply
+
+    def attach(self) -> Procedure[None]:
+        """Register on a new session what was registered on the one before."""
+        for region in (*self.regions.values(), *self._store.regions()):
+            try:
+                yield self._registration(region)
+            except ConnectionLost:
+                raise
+            except InferError as error:
+                region.retired = f"lost when the broker was reached again: {error.message}"
+                self.regions.pop(region.name, None)
+
+    def _registration(self, region: MappedRegion) -> Call:
+        if region.memory.fd is not None and region.offset == 0:
+            return Call(messages.RegisterPool(name=region.name, byte_size=region.byte_size), (region.memory.fd,))
+        if region.key:
+            return Call(
+                messages.RegisterSystem(
+                    name=region.name, key=region.key, byte_size=region.byte_size, offset=region.offset
+                ),
+                expects=1,
+            )
+        raise InferError(Code.NOT_FOUND, "its token has ended; ask its owner for a new one")
+
+    # --- regions ---------------------------------------------------------------------------------------------------
+
+    def create_region(self, link: Link[L], name: str, byte_size: int) -> Procedure[MappedRegion]:
+        """A pool region: memory made here, admitted by the broker."""
+        region = yield from self._create(name, byte_size)
+        self.regions[name] = region
+        return region
+
+    def _create(self, name: str, byte_size: int) -> Procedure[MappedRegion]:
+        fd = create_pool(byte_size)
+        try:
+            yield Call(messages.RegisterPool(name=name, byte_size=byte_size), (fd,))
+        except BaseException:
+            os.close(fd)
+            raise
+        return self._make_region(name, fd, 0, byte_size, True, kind="pool", key="")
+
+    def register_system(
+        self, link: Link[L], name: str, key: str, byte_size: int, offset: int
+    ) -> Procedure[MappedRegion]:
+        """A POSIX shared memory object that somebody made; the broker opens it and passes its descriptor."""
+        reply, fds = yield Call(
+            messages.RegisterSystem(name=name, key=key, byte_size=byte_size, offset=offset), expects=1
+        )
+        return self._opened(reply, fds[0], key)
+
+    def open_region(self, link: Link[L], name: str, token: str) -> Procedure[MappedRegion]:
+        """A region that another session shared."""
+        reply, fds = yield Call(messages.OpenRegion(name=name, token=token), expects=1)
+        return self._opened(reply, fds[0], "")
+
+    def _opened(self, reply: messages.Reply, fd: int, key: str) -> MappedRegion:
+        assert isinstance(reply, messages.RegionInfo)
+        region = self._make_region(
+            reply.name, fd, reply.offset, reply.byte_size, reply.writable, kind=reply.kind, key=key
+        )
+        self.regions[reply.name] = region
+        return region
+
+    def share(self, link: Link[L], region: MappedRegion) -> Procedure[str]:
+        """A token for `region`."""
+        self._check_region(region)
+        reply, _ = yield Call(messages.ShareRegion(name=region.name))
+        assert isinstance(reply, messages.Token)
+        return reply.token
+
+    def unregister(self, link: Link[L], name: str | None) -> Procedure[None]:
+        """Retire one region, or all that the application registered. Unknown names succeed, as in Triton."""
+        # One by one, because "all" would include the client's own chunks.
+        for each in [*self.regions] if name is None else [name]:
+            yield Call(messages.Unregister(name=each))
+            region = self.regions.pop(each, None)
+            if region is not None:
+                region.retired = "unregistered"
+                region.release_fd()
+
+    def list_regions(self, link: Link[L]) -> Procedure[list[RegionRecord]]:
+        """What the broker knows of this session's regions."""
+        reply, _ = yield Call(messages.ListRegions())
+        assert isinstance(reply, messages.Regions)
+        return list(reply.regions)
+
+    def _check_region(self, region: MappedRegion) -> None:
+        if self.regions.get(region.name) is not region:
+            why = f": it was {region.retired}" if region.retired else ": it belongs to another client"
+            raise InferError(Code.NOT_FOUND, f"Unable to find shared memory region: '{region.name}'{why}")
+
+    # --- models ----------------------------------------------------------------------------------------------------
+
+    def models(self, link: Link[L]) -> Procedure[dict[str, ModelMetadata]]:
+        """Every model by name."""
+        reply, _ = yield Call(messages.GetModels())
+        assert isinstance(reply, messages.Models)
+        return {model.name: model for model in reply.models}
+
+    def model(self, link: Link[L], name: str, version: str) -> Procedure[ModelMetadata]:
+        """One model. Raises InferError with Triton's lookup texts."""
+        reply, _ = yield Call(messages.GetModel(model=name, version=version))
+        assert isinstance(reply, messages.Models)
+        return reply.models[0]
+
+    def statistics(self, link: Link[L], model: str, version: str) -> Procedure[list[dict[str, Any]]]:
+        """Triton's model_stats."""
+        reply, _ = yield Call(messages.GetStatistics(model=model, version=version))
+        assert isinstance(reply, messages.Statistics)
+        return list(reply.model_stats)
+
+    def load(self, link: Link[L], model: str) -> Procedure[None]:
+        """Load or reload a model; returns when it is ready."""
+        yield Call(messages.LoadModel(model=model))
+
+    def unload(self, link: Link[L], model: str) -> Procedure[None]:
+        """Unload a model."""
+        yield Call(messages.UnloadModel(model=model))
+
+    # --- plans -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, link: Link[L], plan: PlanState[L]) -> Procedure[None]:
+        """Lay `plan` out and have the broker check it and bind it to a worker."""
+        yield from self._release_dropped(link)
+        recipe = plan.recipe
+        refs = [*recipe.inputs.values(), *(recipe.outputs.values() if isinstance(recipe.outputs, dict) else ())]
+        for ref in refs:
+            if isinstance(ref, TensorRef):
+                self._check_region(ref.region)
+        model = yield from self.model(link, recipe.model, recipe.version)
+        sizes = sketch(recipe, model)
+        block = (yield from self._allocate(sizes.byte_size)) if sizes.byte_size else None
+        layout = sizes.place(block)
+        yield from self._prepare(link, plan, layout)
+        layout.ranges.enter()
+        with self._lock:
+            self._plans.add(plan)
+
+    def _prepare(self, link: Link[L], plan: PlanState[L], layout: Layout) -> Procedure[Prepared[L]]:
+        reply, _ = yield Call(
+            messages.Prepare(
+                model=plan.recipe.model,
+                version=plan.recipe.version,
+                inputs=tuple(tensor.spec for tensor in layout.inputs),
+                outputs=tuple(tensor.spec for tensor in layout.outputs),
+                input_positions=layout.input_positions,
+                output_positions=layout.output_positions,
+            )
+        )
+        assert isinstance(reply, messages.Prepared)
+        before = plan.prepared
+        prepared = plan.prepared = Prepared(link, layout, reply)
+        if before is not None:
+            self.released(before)
+        return prepared
+
+    def _allocate(self, byte_size: int) -> Procedure[Block]:
+        while (block := self._store.allocate(byte_size)) is None:
+            number = len(self._store.regions()) + 1
+            name = f"clientlib.{number}.{os.urandom(4).hex()}"
+            self._store.add((yield from self._create(name, max(CHUNK, pages(byte_size)))))
+        return block
+
+    def grow(self, link: Link[L], plan: PlanState[L], needed: RoomNeeded) -> Procedure[None]:
+        """Give an output of `plan` the room that a result turned out to need."""
+        # Twice as much as needed on average: results that vary a little do not grow it each time.
+        plan.recipe.rooms[needed.output] = 1 << (needed.byte_size - 1).bit_length()
+        yield from self.prepare(link, plan)
+        plan.unbind()
+
+    def bind(self, link: Link[L], plan: PlanState[L]) -> Procedure[Bound[L]]:
+        """What the calling thread or loop needs to submit requests of `plan`."""
+        prepared = plan.prepared
+        if prepared is None or prepared.layout.region_retired:
+            yield from self.prepare(link, plan)
+            prepared = plan.prepared
+            assert prepared is not None
+        elif prepared.link is not link:
+            prepared = yield from self._prepare(link, plan, prepared.layout)
+        lane = link.lanes.mine(prepared.worker)
+        if lane is None:
+            lane = yield from self._open_channel(link, prepared.worker)
+        return Bound(lane, prepared.layout, prepared.word)
+
+    def _open_channel(self, link: Link[L], worker: str) -> Procedure[L]:
+        reply, fds = yield Call(messages.OpenChannel(worker=worker, slots=self._slots), expects=3)
+        assert isinstance(reply, messages.ChannelInfo)
+        try:
+            memory, bell, pipe = fds
+            channel = ClientChannel(memory, bell, pipe, reply.slots, self._spin_s)
+        except BaseException:
+            close_all(fds)
+            raise
+        return link.lanes.add(worker, channel, link)
+
+    def released(self, prepared: Prepared[L]) -> None:
+        """Nobody will use this preparation any more. Any thread, any time."""
+        self._released.append(prepared)
+
+    def _release_dropped(self, link: Link[L]) -> Procedure[None]:
+        dropped, self._released = self._released, []
+        for prepared in dropped:
+            if prepared.link is link:
+                yield Call(messages.Release(index=prepared.index, generation=prepared.generation))

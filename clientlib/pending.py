@@ -1,0 +1,178 @@
+"""A request that was submitted: waiting for its end, from any thread.
+
+Made by `clientlib.plans`, settled by whoever reaps the channel. The end is `entry`, set last: a thread that sees it
+sees everything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from typing import TYPE_CHECKING, final
+
+from clientlib.arena import Lease
+from clientlib.channels import Lane, wake
+from clientlib.layout import Layout
+from clientlib.results import InferResult
+from shm.errors import Code, InferError
+from shm.layout import CODE_MASK
+
+if TYPE_CHECKING:
+    from clientlib.plans import Plan
+
+_now = time.monotonic
+LONGEST_WAIT_S = 3600.0  # of one wait; whoever waits looks again after it
+
+
+@final
+class Pending:
+    """A submitted request of a `Plan`. `input_slot` and `output_slot` say which positions it uses."""
+
+    __slots__ = (
+        "_result",
+        "_wakes",
+        "copied",
+        "deadline_ns",
+        "entry",
+        "ident",
+        "input_slot",
+        "lane",
+        "layout",
+        "lease",
+        "note",
+        "output_slot",
+        "plan",
+        "rows",
+    )
+
+    note: bytes
+
+    def __init__(
+        self, plan: Plan, lane: Lane, layout: Layout, input_slot: int, output_slot: int, rows: int, deadline_ns: int
+    ) -> None:
+        self.plan = plan  # keeps the client, its session and regions
+        self.lane = lane
+        self.layout = layout
+        self.input_slot = input_slot
+        self.output_slot = output_slot
+        self.rows = rows
+        self.deadline_ns = deadline_ns  # CLOCK_MONOTONIC, 0: none
+        self.ident = 0
+        self.copied = 0
+        self.lease: Lease | None = None
+        self.entry: tuple[int, ...] | None = None
+        self._wakes: list[threading.Lock] | None = None
+        self._result: InferResult | None = None
+
+    def settle(self, entry: tuple[int, ...], note: bytes) -> None:
+        """The channel's completion. The output position is free from here on."""
+        self.note = note
+        del self.layout.ranges.live[self.output_slot]
+        self.entry = entry
+        if self._wakes is not None:
+            for lock in tuple(self._wakes):
+                wake(lock)
+
+    def done(self) -> bool:
+        """Has it ended? Never waits."""
+        if self.entry is None:
+            if self.lane.error is not None:
+                raise self.lane.error
+            self.lane.look()
+        return self.entry is not None
+
+    def cancel(self) -> bool:
+        """Ask for an early end; False when it has ended already. A request that runs is not interrupted."""
+        return not self.done() and self.lane.channel.cancel(self.ident)
+
+    def result(self, timeout: float | None = None) -> InferResult:
+        """Wait for the end. Raises TimeoutError after `timeout` seconds (the request goes on), InferError if it failed.
+
+        At the request's own deadline it raises InferError UNAVAILABLE, even if the model runs on. May be called
+        again, from any thread, for the same result.
+        """
+        if self.entry is None:
+            ends = self.deadline_ns / 1e9 if self.deadline_ns else math.inf
+            patience = math.inf if timeout is None else _now() + timeout
+            if not self.wait(min(ends, patience)):
+                if ends <= patience:
+                    raise expired()
+                raise TimeoutError(f"no result within {timeout:g} s; the request goes on")
+        return self.take()
+
+    def take(self) -> InferResult:
+        """The result of a request that has ended. Raises InferError if it failed."""
+        if self._result is None:
+            entry = self.entry
+            assert entry is not None
+            if code := entry[2] & CODE_MASK:
+                raise self.layout.failure(code, self.note)
+            self._result = self.layout.result(entry, self.note, self.output_slot, self.rows, self.lease, self.copied)
+            self.lease = None
+        return self._result
+
+    def wait(self, deadline: float) -> bool:
+        """Wait until it has ended or until `deadline` (time.monotonic); was the former the case?"""
+        lane = self.lane
+        role = lane.channel.role
+        try:
+            while self.entry is None:
+                if lane.error is not None:
+                    raise lane.error
+                remaining = deadline - _now()
+                if remaining <= 0:
+                    lane.look()
+                    return self.entry is not None
+                if role.acquire(blocking=False):
+                    try:
+                        self._reap_until(deadline)
+                    finally:
+                        role.release()
+                else:
+                    self._sleep(min(remaining, LONGEST_WAIT_S))
+        finally:
+            if lane.waiters and not role.locked():
+                lane.pass_on()
+        return True
+
+    def _reap_until(self, deadline: float) -> None:
+        """Settle for all who share the channel, until this request has ended."""
+        lane = self.lane
+        channel = lane.channel
+        while self.entry is None and lane.error is None:
+            remaining = deadline - _now()
+            if remaining <= 0:
+                return
+            channel.wait(min(remaining, LONGEST_WAIT_S))
+            channel.reap()
+            if channel.gone:
+                lane.abandon()
+
+    def _sleep(self, timeout_s: float) -> None:
+        """Another thread has the role: sleep until this request has ended or the role is free."""
+        lane = self.lane
+        lock = threading.Lock()
+        lock.acquire()
+        if self._wakes is None:
+            self._wakes = []
+        self._wakes.append(lock)
+        lane.waiters.append(lock)
+        try:
+            # Only now, because what happened before the lock was in place woke nobody.
+            if self.entry is None and lane.error is None and lane.channel.role.locked():
+                lock.acquire(timeout=timeout_s)
+        finally:
+            self._wakes.remove(lock)
+            with contextlib.suppress(ValueError):
+                lane.waiters.remove(lock)
+
+
+def expired() -> InferError:
+    """What a caller gets whose deadline passed."""
+    return InferError(
+        Code.UNAVAILABLE,
+        "Request timeout expired: no result at the deadline. A request that runs is not interrupted: its slot and its "
+        "memory stay in use until it ends",
+    )

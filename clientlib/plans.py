@@ -1,0 +1,310 @@
+"""A prepared request, for threads: `plan.infer()` is the hot path of the library.
+
+Made by `Client.prepare`. What a request needs is bound once per thread (`clientlib.native.Bound`) and found in a
+thread-local; a lost broker, a fork or a close replaces that thread-local, so that no request has to ask about them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import numpy.typing as npt
+
+from clientlib.arena import Bank, Lease
+from clientlib.channels import Lane, wake
+from clientlib.layout import RoomNeeded
+from clientlib.link import Bound, Prepared
+from clientlib.overlap import in_use
+from clientlib.pending import LONGEST_WAIT_S, Pending
+from clientlib.recipe import Recipe
+from clientlib.results import InferResult
+from shm.errors import Code, InferError
+from shm.layout import SEQUENCE_END, SEQUENCE_START
+
+if TYPE_CHECKING:
+    from clientlib.client import Client
+
+_now = time.monotonic
+_now_ns = time.monotonic_ns
+LOOK_AGAIN_S = 0.01  # while waiting for a place: other threads may have left requests that nobody reaps
+FULL_WAIT_S = 1.0  # without a deadline, how long a request waits for a free slot or place
+MAX_PRIORITY = 2**16 - 1
+MAX_SEQUENCE_ID = 2**64 - 1
+MAX_TIMEOUT_S = 1e9
+
+
+@final
+class Plan:
+    """A model, and where its inputs and outputs lie, checked once. Any thread may use it.
+
+    `infer` and `submit` take: `timeout`, the deadline in seconds; `input_slot` and `output_slot`, the positions;
+    `rows`, to use fewer than the prepared batch (0: all); `priority`; and the sequence's id and ends.
+    """
+
+    __slots__ = ("__weakref__", "_client", "_local", "prepared", "recipe")
+
+    def __init__(self, client: Client, recipe: Recipe) -> None:
+        self._client = client
+        self._local = threading.local()
+        self.recipe = recipe
+        self.prepared: Prepared[Lane] | None = None
+
+    def infer(
+        self,
+        timeout: float | None = None,
+        input_slot: int = 0,
+        output_slot: int | None = None,
+        rows: int = 0,
+        priority: int = 0,
+        sequence_id: int = 0,
+        sequence_start: bool = False,
+        sequence_end: bool = False,
+    ) -> InferResult:
+        """Run the model and wait. Raises InferError; UNAVAILABLE at the deadline, even if the model runs on."""
+        try:
+            pending = self._start(
+                timeout, input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end
+            )
+            return self._finish(pending)
+        except RoomNeeded as needed:
+            self._grow(needed, timeout)
+        pending = self._start(
+            timeout, input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end
+        )
+        return self._finish(pending)
+
+    def submit(
+        self,
+        timeout: float | None = None,
+        input_slot: int = 0,
+        output_slot: int | None = None,
+        rows: int = 0,
+        priority: int = 0,
+        sequence_id: int = 0,
+        sequence_start: bool = False,
+        sequence_end: bool = False,
+    ) -> Pending:
+        """Send the request and return at once. Waits only while every slot of the channel is taken."""
+        return self._start(timeout, input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end)
+
+    def infer_arrays(self, values: Sequence[npt.NDArray[Any]], timeout: float | None, priority: int) -> InferResult:
+        """Copy `values` into a place of the client's own and run. For plans that `Client.infer` makes."""
+        try:
+            return self._finish(self._start(timeout, 0, None, 0, priority, 0, False, False, values))
+        except RoomNeeded as needed:
+            self._grow(needed, timeout)
+        return self._finish(self._start(timeout, 0, None, 0, priority, 0, False, False, values))
+
+    def unbind(self) -> None:
+        """The next request of every thread asks for its channel and the plan's word again."""
+        self._local = threading.local()
+
+    def __del__(self) -> None:
+        if self.prepared is not None:
+            self._client.native.released(self.prepared)
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _bind(self, timeout: float | None) -> Bound[Lane]:
+        local = self._local  # before asking: what replaces it meanwhile must not be undone
+        bound = self._client.bind(self, timeout)
+        local.bound = bound
+        return bound
+
+    def _start(
+        self,
+        timeout: float | None,
+        input_slot: int,
+        output_slot: int | None,
+        rows: int,
+        priority: int,
+        sequence_id: int,
+        sequence_start: bool,
+        sequence_end: bool,
+        values: Sequence[npt.NDArray[Any]] | None = None,
+    ) -> Pending:
+        deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
+        try:
+            bound = self._local.bound
+        except AttributeError:
+            bound = self._bind(timeout)
+        flags = 0
+        if rows or priority or sequence_id or sequence_start or sequence_end:
+            flags = check_options(rows, priority, sequence_id, sequence_start, sequence_end)
+        lease = None
+        if bound.layout.bank is not None:
+            bank = bound.layout.bank
+            lease = bank.take() or self._lease(bound, bank, deadline_ns)
+            if bound.layout.writes:
+                input_slot = lease.place
+            if bound.layout.owns_outputs:
+                if output_slot is not None:
+                    raise InferError(
+                        Code.INVALID_ARG,
+                        "output_slot is for outputs that the caller placed; this plan's have their own",
+                    )
+                output_slot = lease.place
+        if output_slot is None:
+            output_slot = 0
+        if not (0 <= input_slot < bound.input_positions and 0 <= output_slot < bound.output_positions):
+            raise outside(bound, input_slot, output_slot)
+        pending = Pending(self, bound.lane, bound.layout, input_slot, output_slot, rows, deadline_ns)
+        if lease is not None:
+            pending.lease = lease
+            if values is not None:
+                pending.copied = bound.layout.write(lease.place, values)
+        if bound.ranges.rivals is not None or bound.live.setdefault(output_slot, pending) is not pending:
+            self._claim(bound, pending)
+        try:
+            ident = bound.channel.submit(
+                pending, bound.word, input_slot, output_slot, rows, deadline_ns, 0, priority, flags, sequence_id
+            )
+            pending.ident = ident or self._when_free(bound, pending, deadline_ns, priority, flags, sequence_id)
+        except BaseException:
+            bound.live.pop(output_slot, None)
+            raise
+        return pending
+
+    def _finish(self, pending: Pending) -> InferResult:
+        lane = pending.lane
+        channel = lane.channel
+        if channel.role.acquire(False):
+            # The common case of `Pending.result`: nobody else waits here, and the completion comes soon.
+            try:
+                deadline_ns = pending.deadline_ns
+                channel.wait((deadline_ns - _now_ns()) * 1e-9 if deadline_ns else LONGEST_WAIT_S)
+                channel.reap()
+            finally:
+                channel.role.release()
+                if lane.waiters:
+                    lane.pass_on()
+        return pending.result() if pending.entry is None else pending.take()
+
+    def _claim(self, bound: Bound[Lane], pending: Pending) -> None:
+        """Mark the output position where that takes a closer look. Raises InferError when memory is in use."""
+        for _ in range(bound.channel.slots + 1):
+            overlap, holder = self._try_claim(bound, pending)
+            if not overlap:
+                return
+            # The other request may have ended without anybody having looked.
+            if not isinstance(holder, Pending) or not holder.done():
+                break
+        raise InferError(Code.INVALID_ARG, overlap)
+
+    def _try_claim(self, bound: Bound[Lane], pending: Pending) -> tuple[str, object]:
+        if bound.ranges.rivals is not None:
+            return bound.ranges.claim(pending)
+        holder = bound.live.setdefault(pending.output_slot, pending)
+        return ("", None) if holder is pending else (in_use(bound.ranges, pending), holder)
+
+    def _lease(self, bound: Bound[Lane], bank: Bank, deadline_ns: int) -> Lease:
+        """A place of the client's own; waits until the deadline, without one for a second."""
+        until = deadline_ns / 1e9 if deadline_ns else _now() + FULL_WAIT_S
+        while True:
+            # Requests that nobody waits for give their places back only when somebody looks.
+            for lane in {pending.lane for pending in tuple(bound.live.values()) if isinstance(pending, Pending)}:
+                lane.look()
+            lock = threading.Lock()
+            lock.acquire()
+            turn = functools.partial(wake, lock)
+            bank.waiters.append(turn)
+            bank.call_next()
+            called = lock.acquire(timeout=max(0.0, min(until - _now(), LOOK_AGAIN_S)))
+            if not called:
+                with contextlib.suppress(ValueError):
+                    bank.waiters.remove(turn)
+            if (lease := bank.take_next()) is not None:
+                bank.call_next()
+                return lease
+            if _now() >= until:
+                raise InferError(
+                    Code.UNAVAILABLE,
+                    f"all {bank.places} places of this plan are in use: take the results of its requests, let their "
+                    "arrays go, or place the outputs in a region",
+                )
+
+    def _when_free(
+        self, bound: Bound[Lane], pending: Pending, deadline_ns: int, priority: int, flags: int, sequence_id: int
+    ) -> int:
+        """Submit as soon as a slot of the channel is free: until the deadline, without one for a second."""
+        channel, lane = bound.channel, bound.lane
+        until = deadline_ns / 1e9 if deadline_ns else _now() + FULL_WAIT_S
+        while True:
+            if channel.role.acquire(timeout=max(0.0, until - _now())):
+                try:
+                    channel.wait(max(0.0, until - _now()))
+                    channel.reap()
+                    if channel.gone:
+                        lane.abandon()
+                finally:
+                    lane.leave_role()
+            if lane.error is not None:
+                raise lane.error
+            ident = channel.submit(
+                pending,
+                bound.word,
+                pending.input_slot,
+                pending.output_slot,
+                pending.rows,
+                deadline_ns,
+                0,
+                priority,
+                flags,
+                sequence_id,
+            )
+            if ident:
+                return ident
+            if _now() >= until:
+                raise InferError(
+                    Code.UNAVAILABLE,
+                    f"all {channel.slots} slots of this thread's channel are taken by outstanding requests: wait for "
+                    "results, or connect(slots=) with more",
+                )
+
+    def _grow(self, needed: RoomNeeded, timeout: float | None) -> None:
+        self._client.grow(self, needed, timeout)
+
+
+def deadline_ns_of(timeout: float) -> int:
+    """The deadline that a submission carries. Raises InferError for what is no timeout."""
+    check_timeout(timeout)
+    return _now_ns() + int(timeout * 1e9)
+
+
+def check_timeout(timeout: float) -> None:
+    """Raises InferError unless `timeout` is a number of seconds to wait."""
+    if not isinstance(timeout, int | float) or not 0 < timeout <= MAX_TIMEOUT_S:
+        raise InferError(Code.INVALID_ARG, f"timeout must be a positive number of seconds, got {timeout!r}")
+
+
+def check_options(rows: int, priority: int, sequence_id: int, start: bool, end: bool) -> int:
+    """The flags of a submission. Raises InferError for numbers that a submission cannot carry."""
+    for name, value, most in (
+        ("rows", rows, 2**32 - 1),
+        ("priority", priority, MAX_PRIORITY),
+        ("sequence_id", sequence_id, MAX_SEQUENCE_ID),
+    ):
+        try:
+            valid = 0 <= operator.index(value) <= most
+        except TypeError:
+            valid = False
+        if not valid:
+            raise InferError(Code.INVALID_ARG, f"{name} must be an integer from 0 to {most}, got {value!r}")
+    if (start or end) and not sequence_id:
+        raise InferError(Code.INVALID_ARG, "sequence_start and sequence_end need a sequence_id other than 0")
+    return (SEQUENCE_START if start else 0) | (SEQUENCE_END if end else 0)
+
+
+def outside(bound: Bound[Any], input_slot: int, output_slot: int) -> InferError:
+    """The error for positions that the plan does not have."""
+    return InferError(
+        Code.INVALID_ARG,
+        f"input_slot {input_slot} / output_slot {output_slot}: the plan has {bound.input_positions} input and "
+        f"{bound.output_positions} output positions",
+    )

@@ -1,0 +1,46 @@
+"""Which process is this? What a client made belongs to the process that made it, not to its forked children.
+
+Channels are written by one process and sessions are one process's: after a fork every object of the parent's clients
+must refuse to work in the child. Objects that are asked rarely remember the `generation` they were made in and
+`check` it; those on the hot path are told by `leave_to_parent`, so that they need not ask.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Protocol
+
+from shm.errors import ForkedError
+
+
+class Inherited(Protocol):
+    """Something that a forked child finds in its memory."""
+
+    def leave_to_parent(self) -> None:
+        """Called in the child, by its only thread. Must take no lock: another thread of the parent may have held it."""
+
+
+generation = 0
+_inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()
+
+
+def tell_after_fork(thing: Inherited) -> None:
+    """Call `thing.leave_to_parent()` in every child forked while `thing` lives."""
+    _inherited.add(thing)
+
+
+def check(made_in: int) -> None:
+    """Raises ForkedError unless `made_in` is this process's generation."""
+    if made_in != generation:
+        raise ForkedError
+
+
+def _after_fork_in_child() -> None:
+    global generation
+    generation += 1
+    for thing in list(_inherited):
+        thing.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

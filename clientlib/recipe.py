@@ -1,0 +1,109 @@
+"""What the application asked for when it prepared a request: kept so that it can be laid out again.
+
+Made by both clients from their arguments. Knows no model and no broker; checks only what Python lets people get wrong.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+from clientlib.region import TensorRef
+from shm.errors import Code, InferError
+from shm.messages import MAX_POSITIONS
+
+Outputs = Mapping[str, TensorRef | None] | Sequence[str] | None
+Slots = int | tuple[int, int]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ArrayInput:
+    """An input that is copied from an array into the client's own memory with every request."""
+
+    datatype: str
+    shape: tuple[int, ...]
+    byte_size: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How many places to make when the number is the client's choice: up to `places`, as far as `byte_size` goes."""
+
+    places: int
+    byte_size: int
+
+    def places_for(self, each: int, at_least: int) -> int:
+        """At least `at_least`, for places of `each` bytes."""
+        return min(max(at_least, min(self.places, self.byte_size // max(each, 1))), MAX_POSITIONS)
+
+
+@final
+@dataclass(slots=True)
+class Recipe:
+    """A prepared request before it has a place. `rooms` grows when a result turns out larger than was reserved."""
+
+    model: str
+    version: str
+    inputs: Mapping[str, TensorRef | ArrayInput]
+    outputs: Outputs
+    input_positions: int
+    output_positions: int
+    budget: Budget
+    rooms: dict[str, int] = field(default_factory=dict)
+
+
+def recipe(
+    model: str, inputs: Mapping[str, TensorRef], outputs: Outputs, slots: Slots, version: str, budget: Budget
+) -> Recipe:
+    """The recipe of a `prepare` call. Raises InferError for arguments of the wrong kind."""
+    if not isinstance(inputs, Mapping):
+        raise InferError(Code.INVALID_ARG, f"inputs must map names to tensors (region.tensor(…)), got {_kind(inputs)}")
+    for name, value in inputs.items():
+        if not isinstance(value, TensorRef):
+            raise InferError(
+                Code.INVALID_ARG,
+                f"input '{name}' must be a tensor in a region (region.tensor(…)), got {_kind(value)}; infer() takes "
+                "arrays",
+            )
+    input_positions, output_positions = _positions(slots)
+    return Recipe(model, version, dict(inputs), check_outputs(outputs), input_positions, output_positions, budget)
+
+
+def check_outputs(outputs: Outputs) -> Outputs:
+    """A private copy of `outputs`. Raises InferError for anything that does not name outputs."""
+    if outputs is None:
+        return None
+    if isinstance(outputs, Mapping):
+        for name, value in outputs.items():
+            if value is not None and not isinstance(value, TensorRef):
+                raise InferError(
+                    Code.INVALID_ARG,
+                    f"output '{name}' must be a tensor in a region (region.tensor(…)), got {_kind(value)}",
+                )
+        return dict(outputs)
+    if isinstance(outputs, str) or not all(isinstance(name, str) for name in outputs):
+        raise InferError(
+            Code.INVALID_ARG, f"outputs must map names to tensors, or be a list of names, got {_kind(outputs)}"
+        )
+    return tuple(outputs)
+
+
+def _positions(slots: Slots) -> tuple[int, int]:
+    try:
+        pair = (slots, slots) if not isinstance(slots, tuple) else slots
+        input_positions, output_positions = (operator.index(count) for count in pair)
+    except (TypeError, ValueError):
+        input_positions = output_positions = 0
+    if not (1 <= input_positions <= MAX_POSITIONS and 1 <= output_positions <= MAX_POSITIONS):
+        raise InferError(
+            Code.INVALID_ARG, f"slots must be 1 to {MAX_POSITIONS}, or a pair (inputs, outputs) of such, got {slots!r}"
+        )
+    return input_positions, output_positions
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__

@@ -1,0 +1,208 @@
+"""Regions as an application holds them: numpy views of the memory, and tensors that name places in it.
+
+Made by the clients' `create_region`, `open_region` and `register_system_shm`. Views keep the memory alive whatever
+happens to the region, the client or the broker.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import weakref
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, final
+
+import numpy as np
+import numpy.typing as npt
+
+from clientlib import process
+from shm import datatypes, views
+from shm.datatypes import BYTES
+from shm.errors import Code, InferError
+from shm.regions import MappedMemory
+
+if TYPE_CHECKING:
+    from clientlib.async_client import AsyncClient
+    from clientlib.client import Client
+
+C = TypeVar("C")
+
+
+class MappedRegion:
+    """A named range of memory that this session registered or opened. Attributes are read-only facts.
+
+    `name`, `kind` ("pool" or "system"), `byte_size`, `key` (POSIX name, system only), `offset` in the object.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_made_in",
+        "byte_size",
+        "identity",
+        "key",
+        "kind",
+        "memory",
+        "name",
+        "offset",
+        "retired",
+    )
+
+    def __init__(self, name: str, fd: int, offset: int, byte_size: int, writable: bool, *, kind: str, key: str) -> None:
+        """Owns `fd`: pools keep it, to be registered again after a restart of the broker."""
+        try:
+            status = os.fstat(fd)
+            keep = kind == "pool"
+            self.memory = MappedMemory(fd, offset, byte_size, writable, kind=kind, keep_fd=keep)
+        except BaseException:
+            os.close(fd)
+            raise
+        if not keep:
+            os.close(fd)
+        self.name = name
+        self.kind = kind
+        self.key = key
+        self.offset = offset
+        self.byte_size = byte_size
+        self.identity = (status.st_dev, status.st_ino)
+        self.retired = ""  # why no new plan may use it
+        self._made_in = process.generation
+
+    def array(self, shape: Sequence[int], dtype: npt.DTypeLike, offset: int = 0) -> npt.NDArray[Any]:
+        """A C-contiguous view of the region's memory at `offset` bytes; `dtype` is numpy's or a KServe name."""
+        self.check_process()
+        kind = (
+            datatypes.numpy_dtype(dtype) if isinstance(dtype, str) and dtype in datatypes.DATATYPES else _dtype(dtype)
+        )
+        return views.array(self.memory.bytes, _whole(offset, "offset"), _shape(shape), kind)
+
+    def tensor(
+        self,
+        shape: Sequence[int],
+        datatype: npt.DTypeLike,
+        offset: int = 0,
+        stride: int | None = None,
+        byte_size: int | None = None,
+    ) -> TensorRef:
+        """A tensor in this region, for `prepare` and `infer`: position k lies at `offset + k * stride` bytes.
+
+        `datatype` is a KServe name ("FP32") or a numpy dtype. `stride` defaults to the tensor's size; 0 means the same
+        bytes each time (inputs). `byte_size` is needed for BYTES, and is the room for outputs of open shape.
+        """
+        self.check_process()
+        known = isinstance(datatype, str) and datatype in datatypes.DATATYPES
+        name = str(datatype) if known else datatypes.datatype_of(_dtype(datatype))
+        dims = _shape(shape)
+        if byte_size is None:
+            if name == BYTES:
+                raise InferError(
+                    Code.INVALID_ARG,
+                    f"a BYTES tensor in region '{self.name}' needs byte_size: the bytes of all elements",
+                )
+            byte_size = datatypes.byte_size(name, dims) if -1 not in dims else 0
+        size = _whole(byte_size, "byte_size")
+        step = size if stride is None else _whole(stride, "stride")
+        return TensorRef(self, name, dims, _whole(offset, "offset"), step, size)
+
+    def check_process(self) -> None:
+        """Raises ForkedError in a child of the process that made the region."""
+        process.check(self._made_in)
+
+    def release_fd(self) -> None:
+        """Close the descriptor: the region will not be registered again. The memory stays as long as it is used."""
+        fd, self.memory.fd = self.memory.fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        if hasattr(self, "memory"):
+            self.release_fd()
+
+    def __repr__(self) -> str:
+        state = f", {self.retired}" if self.retired else ""
+        return f"<{self.kind} region {self.name!r}, {self.byte_size} bytes{state}>"
+
+
+@final
+class Region(MappedRegion):
+    """A region of a `Client`."""
+
+    __slots__ = ("_client",)
+
+    def bind(self, client: Client) -> Region:
+        """Whom to ask for a token; weakly, because the client holds its regions."""
+        self._client = weakref.ref(client)
+        return self
+
+    def share(self) -> str:
+        """A token with which another session of the same uid opens this region; it ends with the region."""
+        self.check_process()
+        return _alive(self._client()).share(self)
+
+
+@final
+class AsyncRegion(MappedRegion):
+    """A region of an `AsyncClient`."""
+
+    __slots__ = ("_client",)
+
+    def bind(self, client: AsyncClient) -> AsyncRegion:
+        """Whom to ask for a token; weakly, because the client holds its regions."""
+        self._client = weakref.ref(client)
+        return self
+
+    def share(self) -> Coroutine[Any, Any, str]:
+        """Await it for a token with which another session of the same uid opens this region."""
+        self.check_process()
+        return _alive(self._client()).share(self)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor in a region, made by `Region.tensor`. Sizes and offsets in bytes."""
+
+    region: MappedRegion
+    datatype: str
+    shape: tuple[int, ...]
+    offset: int
+    stride: int
+    byte_size: int
+
+    def array(self, position: int = 0) -> npt.NDArray[Any]:
+        """A numpy view of one position. Raises InferError for BYTES and outside the region."""
+        dtype = datatypes.numpy_dtype(self.datatype)
+        return views.array(self.region.memory.bytes, self.offset + position * self.stride, self.shape, dtype)
+
+
+def _dtype(value: npt.DTypeLike) -> np.dtype[Any]:
+    try:
+        return np.dtype(value)
+    except TypeError:
+        raise InferError(
+            Code.INVALID_ARG,
+            f"unknown datatype {value!r}: expected a numpy dtype or one of {', '.join(datatypes.DATATYPES)}",
+        ) from None
+
+
+def _shape(shape: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(dim) for dim in shape)
+    except TypeError:
+        raise InferError(Code.INVALID_ARG, f"a shape is a sequence of integers, got {shape!r}") from None
+
+
+def _whole(value: int, what: str) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise InferError(Code.INVALID_ARG, f"{what} must be a whole number of bytes, 0 or more, got {value!r}")
+    return number
+
+
+def _alive(client: C | None) -> C:
+    if client is None:
+        raise InferError(Code.UNAVAILABLE, "the client of this region is gone")
+    return client

@@ -1,0 +1,62 @@
+"""What an inference returns: arrays by output name, and what it cost.
+
+Made by `clientlib.layout` from a completion; knows nothing of channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, final
+
+import numpy.typing as npt
+
+
+class Timing(NamedTuple):
+    """Nanoseconds that a request spent queued, preparing its inputs, in the model, and placing its outputs."""
+
+    queue_ns: int
+    input_ns: int
+    infer_ns: int
+    output_ns: int
+
+
+@final
+class InferResult(Mapping[str, npt.NDArray[Any]]):
+    """A mapping of output names to arrays.
+
+    An output that the caller placed is a view of that range: the next request that writes there changes it. Any other
+    array owns its memory and outlives the client.
+    """
+
+    __slots__ = ("_arrays", "_copied", "_entry")
+
+    def __init__(self, arrays: dict[str, npt.NDArray[Any]], entry: tuple[int, ...], copied: int = 0) -> None:
+        self._arrays = arrays
+        self._entry = entry
+        self._copied = copied
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        try:
+            return self._arrays[name]
+        except KeyError:
+            raise KeyError(f"no output {name!r}: the result has {', '.join(map(repr, self._arrays))}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    @property
+    def timing(self) -> Timing:
+        """Where the time went, in nanoseconds."""
+        return Timing(*self._entry[3:7])
+
+    @property
+    def copied_bytes(self) -> int:
+        """Tensor bytes that were copied between this call and the model, by either side."""
+        return self._entry[7] + self._copied
+
+    def __repr__(self) -> str:
+        arrays = ", ".join(f"{name}: {array.dtype} {list(array.shape)}" for name, array in self._arrays.items())
+        return f"<InferResult {arrays}; {self.copied_bytes} bytes copied>"

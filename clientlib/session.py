@@ -1,0 +1,144 @@
+"""The session protocol without I/O: request ids, replies waited for, descriptors that belong to a reply.
+
+`SyncSession` and `AsyncSession` move the datagrams; what is said over them is decided by `clientlib.native`, in
+procedures: generators that yield a `Call` and get its `Answer`, so that the same code serves both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Generator, Sequence
+from typing import NamedTuple, Protocol, TypeVar, final
+
+import msgspec
+
+from shm import messages
+from shm.errors import Code, ConnectionLost, InferError, ProtocolError
+from shm.messages import Failure, Goodbye, Large, Message, Reply, Starting, Welcome
+from shm.sockets import close_all
+
+MAX_LARGE = 1 << 28  # bytes of a reply that travels in a memfd
+
+
+class Call(NamedTuple):
+    """A request, the descriptors that go with it (still the caller's), and how many must come with the reply."""
+
+    message: Message
+    fds: Sequence[int] = ()
+    expects: int = 0
+
+
+Answer = tuple[Reply, list[int]]
+T = TypeVar("T")
+Procedure = Generator[Call, Answer, T]
+
+
+class Waiter(Protocol):
+    """Who waits for one reply. Exactly one of the two is called, at most once."""
+
+    def answered(self, answer: Answer) -> None:
+        """The descriptors of `answer` are the waiter's from now on."""
+
+    def failed(self, error: InferError) -> None:
+        """The broker refused the request, or the session ended."""
+
+
+@final
+class Session:
+    """State of one session. Not thread-safe: its owner serialises the calls."""
+
+    __slots__ = ("_ids", "_path", "_reason", "_waiting", "_welcomed", "lost", "starting")
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, tuple[Waiter, int]] = {}
+        self._welcomed = False
+        self._reason = ""
+        self.starting: Starting | None = None
+        self.lost: ConnectionLost | None = None
+
+    def request(self, call: Call, waiter: Waiter) -> tuple[int, bytes]:
+        """The id and the datagram of `call`. Raises InferError for what the broker would hang up on."""
+        if self.lost is not None:
+            raise self.lost
+        number = next(self._ids)
+        data = messages.encode(msgspec.structs.replace(call.message, id=number))
+        kind = type(call.message).__name__
+        if len(data) > messages.MAX_DATAGRAM:
+            raise InferError(
+                Code.INVALID_ARG, f"{kind} has {len(data)} bytes, a message may have {messages.MAX_DATAGRAM}"
+            )
+        try:
+            messages.decode_request(data)  # the broker ends the session of a peer that sends what this refuses
+        except ProtocolError as error:
+            raise InferError(Code.INVALID_ARG, f"bad argument for {kind}: {error.message}") from None
+        self._waiting[number] = (waiter, call.expects)
+        return number, data
+
+    def forget(self, number: int) -> None:
+        """Nobody waits for this reply any more; when it comes, its descriptors are closed."""
+        self._waiting.pop(number, None)
+
+    def receive(self, data: bytes, fds: list[int]) -> None:
+        """Hand one datagram to whom it concerns. Raises ProtocolError when it is none of the protocol."""
+        try:
+            reply = messages.decode_reply(data)
+            if isinstance(reply, Large):
+                reply, fds = _read_large(reply, fds), []
+        except BaseException:
+            close_all(fds)
+            raise
+        if isinstance(reply, Starting):
+            self.starting = reply
+            return
+        if isinstance(reply, Goodbye):
+            self._reason = reply.reason
+            return
+        if isinstance(reply, Welcome):
+            self._welcomed = True
+        waiter, expects = self._waiting.pop(reply.id, (None, 0))
+        if waiter is None:
+            close_all(fds)
+        elif isinstance(reply, Failure):
+            close_all(fds)
+            waiter.failed(InferError(reply.code, reply.message))
+        elif len(fds) != expects:
+            close_all(fds)
+            waiter.failed(ProtocolError(f"{type(reply).__name__} came with {len(fds)} descriptors, not {expects}"))
+        else:
+            waiter.answered((reply, fds))
+
+    def end(self, why: str = "went away") -> None:
+        """The connection is gone: everyone who waits is told so."""
+        if self.lost is None:
+            reason = f": {self._reason}" if self._reason else ""
+            self.lost = ConnectionLost(f"the broker at {self._path} {why}{reason}")
+        waiting, self._waiting = self._waiting, {}
+        for waiter, _ in waiting.values():
+            waiter.failed(self.lost)
+
+    def late(self, call: Call, timeout_s: float) -> InferError:
+        """What to raise when the reply to `call` did not come in time."""
+        if not self._welcomed and self.starting is not None:
+            return InferError(Code.UNAVAILABLE, f"starting: {self.starting.done} of {self.starting.total} models")
+        kind = type(call.message).__name__
+        return InferError(
+            Code.UNAVAILABLE, f"no answer to {kind} from the broker at {self._path} within {timeout_s:.3g} s"
+        )
+
+
+def _read_large(large: Large, fds: list[int]) -> Reply:
+    if len(fds) != 1 or large.byte_size > MAX_LARGE:
+        raise ProtocolError(f"a large reply of {large.byte_size} bytes with {len(fds)} descriptors")
+    parts = []
+    offset = 0
+    while offset < large.byte_size:
+        part = os.pread(fds[0], large.byte_size - offset, offset)
+        if not part:
+            raise ProtocolError(f"a large reply of {large.byte_size} bytes that ends after {offset}")
+        parts.append(part)
+        offset += len(part)
+    close_all(fds)
+    return messages.decode_reply(b"".join(parts))

@@ -1,0 +1,56 @@
+"""Which shapes do a model's outputs have for these inputs? Pure functions of metadata.
+
+Decides how large an output's place must be before the model has run. Whether the inputs fit the model is for the
+broker to say: what cannot be followed here is left open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from shm.datatypes import BYTES
+from shm.messages import ModelMetadata, TensorMetadata
+
+Shape = tuple[int, ...]
+MIN_ROOM = 64 << 10  # bytes for a result whose size only running the model tells
+ROOM_FACTOR = 4  # … or this many times the inputs
+
+
+def symbol_sizes(model: ModelMetadata, inputs: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Sizes of the model file's named dimensions, as the inputs' shapes fix them.
+
+    A name to which inputs give different sizes is left out: it decides nothing.
+    """
+    sizes: dict[str, int] = {}
+    torn = set()
+    for tensor in model.inputs:
+        for symbol, size in zip(tensor.symbols, inputs.get(tensor.name, ()), strict=False):
+            if symbol and not symbol.startswith("?") and sizes.setdefault(symbol, size) != size:
+                torn.add(symbol)
+    return {symbol: size for symbol, size in sizes.items() if symbol not in torn}
+
+
+def batch_rows(model: ModelMetadata, inputs: Mapping[str, Sequence[int]]) -> int:
+    """The batch dimension of one position; 0 for models without one."""
+    if not model.max_batch_size:
+        return 0
+    return next((shape[0] for shape in inputs.values() if shape), 0)
+
+
+def output_shape(tensor: TensorMetadata, rows: int, sizes: Mapping[str, int]) -> Shape:
+    """The output's shape, with -1 where only running the model tells."""
+    symbols = tensor.symbols or ("",) * len(tensor.shape)
+    shape = [sizes.get(symbol, -1) if dim == -1 else dim for dim, symbol in zip(tensor.shape, symbols, strict=True)]
+    if rows and shape:
+        shape[0] = rows
+    return tuple(shape)
+
+
+def is_open(datatype: str, shape: Sequence[int]) -> bool:
+    """Does the worker report this output's shape with every result? Its bytes do not follow from the plan."""
+    return datatype == BYTES or -1 in shape
+
+
+def first_room(input_bytes: int) -> int:
+    """Bytes to reserve for an open output before any result was seen."""
+    return max(MIN_ROOM, ROOM_FACTOR * input_bytes)
