@@ -27,9 +27,16 @@ MAX_BINDINGS = 4096  # per plan; a binding costs a few kilobytes
 class Execution:
     """A binding and what surrounds it: copies before, open outputs after. `mean_ns` 0 = never measured."""
 
-    __slots__ = ("binding", "copied", "copies", "mean_ns", "opens", "run")
+    __slots__ = ("binding", "copied", "copies", "instance", "mean_ns", "opens", "run")
 
-    def __init__(self, binding: Binding, copies: list[tuple[Bytes, Bytes, str]], opens: list[PlacedTensor]) -> None:
+    def __init__(
+        self,
+        instance: Instance,
+        binding: Binding,
+        copies: list[tuple[Bytes, Bytes, str]],
+        opens: list[PlacedTensor],
+    ) -> None:
+        self.instance = instance
         self.binding = binding
         self.run = binding.run
         self.copies = copies
@@ -90,7 +97,7 @@ def bind(
         outputs.append(Operand(tensor.name, tensor.datatype, tensor.shape_of(total), place))
         if runtime_allocates:
             opens.append(tensor)
-    return Execution(instance.runtime.bind(inputs, outputs), copies, opens)
+    return Execution(instance, instance.runtime.bind(inputs, outputs), copies, opens)
 
 
 def _block(tensor: PlacedTensor, position: int, rows: int, count: int) -> Bytes:

@@ -169,7 +169,7 @@ class Control:
             verdict = (Code.NOT_FOUND, f"Unable to find shared memory region: '{region.info.name}'")
             for plan in self._all_plans():
                 if plan.names(region):
-                    plan.closed = verdict
+                    plan.close(verdict)
                     self._forget_later(plan)
         return True
 
@@ -189,7 +189,7 @@ class Control:
     def _on_DropPlan(self, message: messages.DropPlan, fds: list[int]) -> bool:
         plan = self._plans.get(message.session, {}).pop(message.index | message.generation << 32, None)
         if plan is not None:
-            plan.closed = plan.closed or (Code.NOT_FOUND, "the plan was released")
+            plan.close(plan.closed or (Code.NOT_FOUND, "the plan was released"))
             drop_rival(plan)
             self._forget_later(plan)
         return message.id > 0
@@ -250,7 +250,7 @@ class Control:
 
         def close() -> None:
             for plan in self._all_plans():
-                plan.closed = plan.closed or STOPPING
+                plan.close(plan.closed or STOPPING)
             self._when(self._loop.idle, leave)
 
         def leave() -> None:

@@ -84,7 +84,7 @@ def _run_execution(instance: Instance, request: Request, execution: Execution, b
         request.copied += delivered
         ended = _now()
     request.input_ns, request.infer_ns, request.output_ns = copied - began, ran - copied, ended - ran
-    instance.count_batch([request], rows, request.input_ns, request.infer_ns, request.output_ns)
+    instance.count_batch(1, rows, request.queue_ns, request.input_ns, request.infer_ns, request.output_ns)
 
 
 def _run(instance: Instance, run: Callable[[], None], rows: int, began: int) -> int:
@@ -165,7 +165,7 @@ def _run_adjacent(instance: Instance, requests: list[Request], input_position: i
     execution.measured(took)
     for request in requests:
         request.infer_ns = took
-    instance.count_batch(requests, rows, 0, took, 0)
+    instance.count_batch(count, rows, sum(r.queue_ns for r in requests), 0, took, 0)
 
 
 def _run_gathered(instance: Instance, requests: list[Request]) -> None:
@@ -191,7 +191,8 @@ def _run_gathered(instance: Instance, requests: list[Request]) -> None:
     instance.count_copy("scatter", scattered)
     for request in requests:
         request.input_ns, request.infer_ns, request.output_ns = copied - began, ran - copied, ended - ran
-    instance.count_batch(requests, rows, copied - began, ran - copied, ended - ran)
+    queued = sum(request.queue_ns for request in requests)
+    instance.count_batch(len(requests), rows, queued, copied - began, ran - copied, ended - ran)
 
 
 def _scatter(requests: list[Request], buffers: BatchBuffers, opened: list[npt.NDArray[np.generic]], rows: int) -> int:

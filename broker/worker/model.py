@@ -18,8 +18,9 @@ from broker.worker.backends import Backend, Binding, Context, RuntimeModel
 from broker.worker.batcher import Queue, queue_for
 from shm import datatypes, statistics
 from shm.errors import Code
-from shm.worker_channel import Request, Verdict
+from shm.worker_channel import Verdict
 
+FLUSH = 64  # inline executions remembered at most
 _numbers = itertools.count(1)
 MISSING: Verdict = (Code.UNAVAILABLE, "the model is not loaded")
 
@@ -40,7 +41,18 @@ class BatchBuffers:
 class Instance:
     """One execution slot of a model version."""
 
-    __slots__ = ("block", "buffers", "longest", "model", "name", "number", "runtime")
+    __slots__ = (
+        "_infer_ns",
+        "_rows",
+        "_told",
+        "block",
+        "buffers",
+        "longest",
+        "model",
+        "name",
+        "number",
+        "runtime",
+    )
 
     def __init__(self, model: LoadedModel, name: str, runtime: RuntimeModel, block: memoryview) -> None:
         self.model = model
@@ -50,13 +62,18 @@ class Instance:
         self.block = block
         self.longest: dict[int, int] = {}  # rows → ns of the longest run
         self.buffers: dict[object, BatchBuffers] = {}
+        self._told = -1
+        self._rows: list[int] = []  # of the executions remembered by `count_inline`
+        self._infer_ns = 0
         block[statistics.BATCH] = 0  # a worker that died here left its batch behind
 
     def begin(self, rows: int, now: int) -> None:
         """Tell the broker what runs, so that it can see a hang."""
         block = self.block
         block[statistics.STARTED] = now
-        block[statistics.EXPECTED] = self.longest.get(rows) or self._expected(rows)
+        expected = self.longest.get(rows) or self._expected(rows)
+        if expected != self._told:
+            self._told = block[statistics.EXPECTED] = expected
         block[statistics.BATCH] = rows or 1
 
     def end(self, rows: int, took: int) -> None:
@@ -69,11 +86,14 @@ class Instance:
         """The longest run at this size or larger; 0 = unmeasured."""
         return max((took for size, took in self.longest.items() if size >= rows), default=0)
 
-    def count_batch(self, requests: list[Request], rows: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
-        """Add one successful execution to the statistics. Each request spent the whole batch's time, as in Triton."""
-        block, count = self.block, len(requests)
+    def count_batch(self, count: int, rows: int, queue_ns: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
+        """Add one successful execution of `count` requests; `queue_ns` is their sum.
+
+        Each request spent the whole batch's time, as in Triton.
+        """
+        block = self.block
         block[statistics.SUCCESS] += count
-        block[statistics.QUEUE_NS] += sum(request.queue_ns for request in requests)
+        block[statistics.QUEUE_NS] += queue_ns
         block[statistics.INPUT_NS] += input_ns * count
         block[statistics.INFER_NS] += infer_ns * count
         block[statistics.OUTPUT_NS] += output_ns * count
@@ -86,6 +106,32 @@ class Instance:
         block[at + 2] += infer_ns
         block[at + 3] += output_ns
 
+    def count_inline(self, rows: int, infer_ns: int) -> None:
+        """As `count_batch` for one request run in place, but only remembered: `flush` adds it up off the hot path."""
+        self._rows.append(rows)
+        self._infer_ns += infer_ns
+        if len(self._rows) >= FLUSH:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what `count_inline` remembered."""
+        done, self._rows = self._rows, []
+        if not done:
+            return
+        count = len(done)
+        infer_ns, self._infer_ns = self._infer_ns, 0
+        block = self.block
+        block[statistics.SUCCESS] += count
+        block[statistics.INFER_NS] += infer_ns
+        block[statistics.INFERENCES] += sum(done) or count
+        block[statistics.EXECUTIONS] += count
+        block[statistics.LAST_MS] = int(time.time() * 1000)
+        for rows in set(done):
+            at = statistics.BATCHES + 4 * (min(rows or 1, statistics.MAX_BATCH) - 1)
+            same = done.count(rows)
+            block[at] += same
+            block[at + 2] += infer_ns * same // count
+
     def count_copy(self, reason: str, byte_size: int) -> None:
         """Every copied byte is counted, with its reason."""
         self.block[statistics.COPIED + statistics.REASONS.index(reason)] += byte_size
@@ -95,7 +141,18 @@ class Instance:
 class LoadedModel:
     """One version of one model. `closed` says why it takes no requests any more."""
 
-    __slots__ = ("closed", "config", "copied", "free", "generation", "instances", "queue", "uncertain", "version")
+    __slots__ = (
+        "closed",
+        "config",
+        "copied",
+        "free",
+        "generation",
+        "immediate",
+        "instances",
+        "queue",
+        "uncertain",
+        "version",
+    )
 
     def __init__(self, config: ModelConfig, version: int, generation: int) -> None:
         self.config = config
@@ -105,6 +162,9 @@ class LoadedModel:
         self.free: list[Instance] = []
         self.queue: Queue = queue_for(config.max_batch_size, config.dynamic_batching)
         self.closed: Verdict | None = None
+        batching = config.dynamic_batching
+        # Does a lone request go as soon as an instance is free?
+        self.immediate = batching is None or not batching.max_queue_delay_microseconds
         self.copied = frozenset(tensor.name for tensor in config.input if not tensor.zero_copy)
         # Outputs whose shape only a run tells, whatever a plan says of it.
         self.uncertain = frozenset(

@@ -84,9 +84,9 @@ class ModelTable:
         if plan.closed not in (None, MISSING, CHANGED):
             return
         if model is None:
-            plan.closed = MISSING
+            plan.close(MISSING)
         elif plan.model is not None and not _same_signature(plan.model, model):
-            plan.closed = CHANGED
+            plan.close(CHANGED)
         elif plan.model is not model:
             if len(self._signatures) > MAX_SIGNATURES:
                 self._signatures.clear()

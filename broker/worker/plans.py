@@ -85,6 +85,7 @@ class Plan:
         "session",
         "shared",
         "signature",
+        "simple",
         "staging",
         "version",
     )
@@ -110,6 +111,7 @@ class Plan:
         self.bindings: dict[tuple[int, int, int, int], Any] = {}  # Execution, by instance number, positions, rows
         self.staging: dict[tuple[int, str], Bytes] = {}  # private copies of inputs, by instance number and name
         self.signature: object = None
+        self.simple = False
         self.adjacent = False
 
     def conflict(self, input_position: int, output_position: int) -> str:
@@ -119,6 +121,15 @@ class Plan:
         if self.self_rival or self.rivals:
             return self._scan(input_position, output_position)
         return ""
+
+    def close(self, verdict: Verdict) -> None:
+        """Take no request any more."""
+        self.closed = verdict
+        self.simple = False
+
+    def simplify(self) -> None:
+        """Decide again whether admission may skip everything but the busy flag."""
+        self.simple = not (self.closed or self.rivals or self.self_rival or self.shared)
 
     def _scan(self, input_position: int, output_position: int) -> str:
         if self.self_rival and (name := _clash(self, output_position, self, input_position)):
@@ -177,6 +188,7 @@ def adopt(plan: Plan, model: LoadedModel, signatures: dict[object, object]) -> N
     plan.adjacent = together and not any(
         t.copied or t.open or not t.aligned or t.place.stride != t.place.byte_size for t in tensors
     )
+    plan.simplify()
 
 
 LiveRequests = Callable[[], Iterable[Request]]
@@ -190,12 +202,14 @@ def make_rivals(plan: Plan, others: Iterable[Plan]) -> None:
         if _meet(plan.outputs, other.inputs) or _meet(plan.outputs, other.outputs) or _meet(other.outputs, plan.inputs):
             plan.rivals.append(other)
             other.rivals.append(plan)
+            other.simple = False
 
 
 def drop_rival(plan: Plan) -> None:
     """Forget a plan that was dropped."""
     for other in plan.rivals:
         other.rivals = [rival for rival in other.rivals if rival is not plan]
+        other.simplify()
     plan.rivals = []
 
 

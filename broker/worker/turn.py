@@ -44,6 +44,10 @@ class Turn:
         """The leader is about to run a short batch itself."""
         self._inline_since = now
 
+    def inside(self) -> bool:
+        """Is the leader running a batch itself?"""
+        return bool(self._inline_since)
+
     def leave(self, term: int) -> bool:
         """The batch is over. False: this term was ended meanwhile, another thread leads."""
         with self._guard:

@@ -1,0 +1,197 @@
+"""What runs next: the queues of all models, free instances, and the suspects of a recovery.
+
+`lock` guards everything here; the loop's threads and the control thread take it for an instant. No channel, no clock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import final
+
+from broker.worker.model import Instance, LoadedModel
+from broker.worker.plans import Plan
+from broker.worker.turn import Turn
+from shm import statistics
+from shm.recovery import Recovered
+from shm.worker_channel import Request, WorkerChannel
+
+SHORT_NS = 200_000  # longer batches run without the lead: a hand-off between threads costs 10-20 µs
+
+
+@final
+class Batch:
+    """What one thread runs: requests of one model on one of its instances. `alone`: nothing else may run."""
+
+    __slots__ = ("alone", "instance", "requests")
+
+    def __init__(self, instance: Instance, requests: list[Request], alone: bool = False) -> None:
+        self.instance = instance
+        self.requests = requests
+        self.alone = alone
+
+    def short(self) -> bool:
+        """Is this known to be over sooner than a hand-off is worth? Unmeasured is long."""
+        if self.alone:
+            return False
+        request = self.requests[0]
+        if len(self.requests) == 1 and isinstance(request.plan, Plan):
+            key = (self.instance.number, request.input_position, request.output_position, request.rows)
+            execution = request.plan.bindings.get(key)
+            return execution is not None and 0 < execution.mean_ns < SHORT_NS
+        rows = sum(request.rows for request in self.requests)
+        return 0 < self.instance.longest.get(rows, 0) < SHORT_NS
+
+
+@final
+class Scheduler:
+    """Queues and what is running. `deadline` is the earliest of the queued requests, 0 = none."""
+
+    def __init__(self, turn: Turn) -> None:
+        self.lock = threading.Lock()
+        self.queued: list[LoadedModel] = []  # models with something queued
+        self.suspects: deque[Request] = deque()
+        self.alone = False  # a suspect runs
+        self.running = 0  # batches, the leader's inline ones not counted
+        self.deadline = 0
+        self.retired: list[LoadedModel] = []  # unloaded or replaced, still at work
+        self._turn = turn
+
+    def add(self, requests: list[Request]) -> None:
+        """Queue admitted requests."""
+        with self.lock:
+            for request in requests:
+                self._enqueue(request)
+
+    def adopt(self, recovered: Recovered) -> None:
+        """Take over what a recovery found: suspects run first, each alone."""
+        with self.lock:
+            self.suspects.extend(recovered.suspects)
+            for request in recovered.fresh:
+                self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
+        model = request.plan.model  # type: ignore[union-attr]
+        model.queue.add(request)
+        if model not in self.queued:
+            self.queued.append(model)
+        if request.deadline and (not self.deadline or request.deadline < self.deadline):
+            self.deadline = request.deadline
+
+    def remove(self, request: Request) -> bool:
+        """Take back a queued request (cancelled); False when it runs already."""
+        with self.lock:
+            return self._dequeue(request)
+
+    def _dequeue(self, request: Request) -> bool:
+        if request in self.suspects:
+            self.suspects.remove(request)
+            return True
+        plan = request.plan
+        if not isinstance(plan, Plan) or plan.model is None or not plan.model.queue.remove(request):
+            return False
+        if not len(plan.model.queue):
+            self.queued.remove(plan.model)
+        return True
+
+    def drop(self, channel: WorkerChannel) -> list[Request]:
+        """Take back everything queued from one channel: its client is gone."""
+        with self.lock:
+            return [r for r in channel.live if r is not None and self._dequeue(r)]
+
+    def waiting(self) -> bool:
+        """Is anything queued?"""
+        return bool(self.queued or self.suspects)
+
+    def idle(self) -> bool:
+        """Nothing queued, nothing running."""
+        with self.lock:
+            return not (self.running or self.queued or self.suspects or self._turn.inside())
+
+    def due(self, now: int) -> Batch | None:
+        """The next batch that may run on a free instance."""
+        with self.lock:
+            if self.alone:
+                return None
+            if self.suspects:
+                return self._next_suspect()
+            for model in list(self.queued):
+                batch = self._due_of(model, now)
+                if batch is not None:
+                    return batch
+        return None
+
+    def _due_of(self, model: LoadedModel, now: int) -> Batch | None:
+        try:
+            instance = model.free.pop()  # the leader's inline path pops without the lock
+        except IndexError:
+            return None
+        requests: list[Request] = model.queue.take(now)  # type: ignore[assignment]
+        if not requests:
+            model.free.append(instance)
+            return None
+        self.queued.remove(model)
+        if len(model.queue):
+            self.queued.append(model)  # behind the others: they get their turn
+        self.running += 1
+        return Batch(instance, requests)
+
+    def _next_suspect(self) -> Batch | None:
+        # The leader enters its inline batch first and looks at `alone` then; here it is the other way round, so one of
+        # the two always sees the other.
+        self.alone = True
+        if self.running or self._turn.inside():
+            self.alone = False
+            return None
+        request = self.suspects.popleft()
+        self.running += 1
+        instance = request.plan.model.free.pop()  # type: ignore[union-attr]
+        return Batch(instance, [request], alone=True)
+
+    def done(self, batch: Batch) -> None:
+        """The batch has run; its instance is free."""
+        with self.lock:
+            batch.instance.model.free.append(batch.instance)
+            self.running -= 1
+            if batch.alone:
+                self.alone = False
+
+    def expired(self, now: int) -> list[Request]:
+        """Take back every queued request whose deadline has passed."""
+        late: list[Request] = []
+        with self.lock:
+            self.deadline = 0
+            for model in list(self.queued):
+                late.extend(model.queue.expired(now))  # type: ignore[arg-type]
+                if not len(model.queue):
+                    self.queued.remove(model)
+                earliest = model.queue.earliest_deadline()
+                if earliest and (not self.deadline or earliest < self.deadline):
+                    self.deadline = earliest
+        return late
+
+    def next_look(self) -> tuple[int, bool]:
+        """When something becomes due or expires (0 = never), and whether anything is outstanding.
+
+        Called before a sleep; also the moment to publish how much is queued.
+        """
+        with self.lock:
+            until = [self.deadline] if self.deadline else []
+            for model in self.queued:
+                model.instances[0].block[statistics.PENDING] = len(model.queue)
+                if model.free and not self.alone:
+                    until.append(model.queue.due())
+            return min(until, default=0), bool(self.queued or self.suspects or self.running)
+
+    def retire(self, model: LoadedModel) -> None:
+        """The model gets no new requests; what it has still runs, then `close_retired` gives its memory back."""
+        with self.lock:
+            self.retired.append(model)
+
+    def close_retired(self) -> None:
+        """Close the retired models that have nothing left to do."""
+        with self.lock:
+            done = [m for m in self.retired if not len(m.queue) and len(m.free) == len(m.instances)]
+            self.retired = [m for m in self.retired if m not in done]
+        for model in done:
+            model.close()
