@@ -34,31 +34,35 @@ async def results(
 
     Raises InferError INTERNAL when there is no plan: the loader could not even list the models.
     """
-    planned = False
+    first = True
     while True:
-        loader = _Loader(request, module)
-        run, given = LoadRun(), 0
+        loader, run, given = _Loader(request, module), LoadRun(), 0
         try:
             while data := await loader.read(progress_s):
                 run.feed(data)
-                if run.plan is not None and not planned:
-                    planned = True
-                    yield run.plan
-                for result in list(run.results.values())[given:]:
+                for result in _known(run, first)[given:]:
                     given += 1
                     yield result
         except InferError as error:
             loader.kill(f"wrote what cannot be read ({error.message})")
+        except BaseException:  # nobody wants the rest
+            loader.kill("was stopped")
+            raise
         finally:
             how = await loader.ended()
         rest = run.ended(how)
-        for result in list(run.results.values())[given:]:
+        for result in _known(run, first)[given:]:
             yield result
-        if not planned:
+        if run.plan is None:
             raise InferError(Code.INTERNAL, f"the loader process {how} before it had listed the models")
         if not rest:
             return
+        first = False
         request = replace(request, models=rest)
+
+
+def _known(run: LoadRun, with_plan: bool) -> list[Plan | ModelConfig | LoadFailure]:
+    return [*([run.plan] if with_plan and run.plan is not None else []), *run.results.values()]
 
 
 @final

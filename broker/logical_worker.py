@@ -70,6 +70,7 @@ class Worker:
 
     __slots__ = (
         "_back_off",
+        "_block",
         "_given_up",
         "_kill_next",
         "_life",
@@ -80,7 +81,6 @@ class Worker:
         "_task",
         "_was_ready",
         "_zygote",
-        "block",
         "instances",
         "key",
         "last_death",
@@ -96,7 +96,7 @@ class Worker:
         self.instances: dict[int, float] = {}  # statistics block of what may run → its model's hang_timeout_s
         self._owner = owner
         self._zygote = zygote
-        self.block = owner.blocks.take((key, 0), 1)[0]
+        self._block = owner.blocks.take((key, 0), 1)[0]
         self._state = DesiredState(LoadDeaths(owner.model_load_deaths), self._lost, self._describe)
         self._records: dict[int, ChannelRecord] = {}
         self._life = 0
@@ -252,7 +252,7 @@ class Worker:
 
     async def _bring_up(self, process: WorkerProcess) -> None:
         """Returns when it is ready, or will be dead."""
-        start = Start(worker=self.key, broker_pid=os.getpid(), block=self.block)
+        start = Start(worker=self.key, broker_pid=os.getpid(), block=self._block)
         try:
             process.post(start, (self._owner.blocks.page.fd,))
             async with asyncio.timeout(ANSWER_S):

@@ -12,7 +12,6 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from typing import Any, final
 
 from msgspec.structs import replace
@@ -22,6 +21,7 @@ from broker.logical_worker import Worker
 from broker.repository.config import LoadFailure, ModelConfig, TensorConfig
 from broker.repository.protocol import LoadRequest, Plan
 from broker.repository.scan import check_model_name
+from broker.tables import ascii_table
 from broker.workers import Workers
 from shm.errors import Code, InferError
 from shm.messages import ModelMetadata, TensorMetadata
@@ -120,7 +120,8 @@ class Models:
 
         Raises InferError with Triton's texts.
         """
-        self._need_explicit(model)
+        self._need_explicit()
+        check_model_name(model)
         found = [result async for result in results(replace(self._request, models=(model,)))]
         result = found[-1]
         polled = f"failed to load '{model}', failed to poll from model repository"
@@ -139,7 +140,7 @@ class Models:
 
     async def unload(self, model: str) -> None:
         """Stop serving all versions of a model. One that is not known is no error, as in Triton."""
-        self._need_explicit(model)
+        self._need_explicit()
         known = self._models.get(model)
         if known is not None:
             async with known.turn:
@@ -167,9 +168,9 @@ class Models:
         _log.info("loading: %s:%d", config.name, number)
         generation = next(self._generations)
         try:
-            key, count = _placement(config)
-            worker = self._workers.start(key)
-            await worker.load(config, number, generation, self._blocks((config.name, number), count))
+            instances = sum(group.count for group in config.instance_group)
+            worker = self._workers.start(f"cpu/{config.worker_group}")
+            await worker.load(config, number, generation, self._blocks((config.name, number), instances))
         except InferError as error:
             _log.error("failed to load '%s' version %d: %s", config.name, number, error.message)
             if not serving:
@@ -203,10 +204,9 @@ class Models:
                 blocks.give_back((name, number))
         return blocks.take(owner, count)
 
-    def _need_explicit(self, model: str) -> None:
+    def _need_explicit(self) -> None:
         if not self._explicit:
             raise InferError(Code.UNAVAILABLE, NOT_EXPLICIT)
-        check_model_name(model)
 
     def _failed(self, failure: LoadFailure) -> None:
         _log.error("failed to load '%s': %s", failure.name, failure.reason)
@@ -262,11 +262,11 @@ class Models:
 
     def table(self) -> str:
         """Triton's table of models at start."""
-        rows = [("Model", "Version", "Status")]
+        rows = []
         for row in self.all():
             status = row.state if not row.reason else f"{row.state}: {row.reason}"
             rows.append((row.name, row.version or "-", row.reason if row.reason.startswith("Not loaded") else status))
-        return _ascii_table(rows)
+        return ascii_table(("Model", "Version", "Status"), rows)
 
     def _versions(self) -> Iterator[tuple[str, int, _Version]]:
         for name, model in sorted(self._models.items()):
@@ -332,22 +332,6 @@ def tensor_metadata(tensor: TensorConfig, batched: bool) -> TensorMetadata:
     )
 
 
-def _placement(config: ModelConfig) -> tuple[str, int]:
-    """(worker key, number of instances). Raises InferError UNAVAILABLE for what this server cannot run."""
-    backends = entry_points(group="tensorbroker.backends").names
-    if config.backend not in backends:
-        have = ", ".join(sorted(backends)) or "none"
-        what = f"unable to find backend library for backend '{config.backend}', try specifying runtime on the model"
-        raise InferError(Code.UNAVAILABLE, f"{what} configuration. Backends of this server: {have}")
-    kinds = {group.kind for group in config.instance_group}
-    if not kinds <= {"KIND_CPU"}:
-        raise InferError(
-            Code.UNAVAILABLE,
-            f"instance_group has kind {', '.join(sorted(kinds))}, this server runs models on the CPU: use KIND_CPU",
-        )
-    return f"cpu/{config.worker_group}", max(1, sum(group.count for group in config.instance_group))
-
-
 def _version_number(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,18}", text, re.ASCII) or int(text) == 0:
         raise InferError(
@@ -356,12 +340,3 @@ def _version_number(text: str) -> int:
             "an integral value > 0",
         )
     return int(text)
-
-
-def _ascii_table(rows: list[tuple[str, str, str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    rule = "+" + "+".join("-" * (width + 2) for width in widths) + "+"
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
-    ]
-    return "\n".join((rule, lines[0], rule, *lines[1:], rule))

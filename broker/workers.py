@@ -85,10 +85,6 @@ class Workers:
     def __iter__(self) -> Iterator[Worker]:
         return iter(tuple(self._workers.values()))
 
-    def block(self, key: str) -> memoryview:
-        """The worker's own words of the statistics page. Raises InferError NOT_FOUND."""
-        return self.blocks.page.block(self.of(key).block)
-
     @property
     def zygote_pid(self) -> int | None:
         """For the status page; None while there is none."""

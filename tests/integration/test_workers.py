@@ -6,7 +6,10 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -367,8 +370,38 @@ async def test_the_death_of_the_zygote_is_survived(journal: Journal) -> None:
         assert journal.types(worker.pid) == ["Start", "LoadInstances"]
 
 
+BROKER = """
+import asyncio
+from broker.statistics_blocks import StatisticsBlocks
+from broker.workers import Workers
+from shm.statistics import StatisticsPage
+
+async def main():
+    workers = Workers(StatisticsBlocks(StatisticsPage.create()), entry="tests.fakes.link_worker")
+    worker = workers.start("cpu/default")
+    while worker.state != "ready":
+        await asyncio.sleep(0.01)
+    print(workers.zygote_pid, worker.pid, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_zygote_and_workers_die_with_the_broker(journal: Journal) -> None:
+    with subprocess.Popen([sys.executable, "-c", BROKER], stdout=subprocess.PIPE, text=True) as broker:
+        assert broker.stdout is not None
+        pidfds = [os.pidfd_open(int(pid)) for pid in broker.stdout.readline().split()]
+        assert len(pidfds) == 2
+        broker.kill()
+        for pidfd in pidfds:
+            assert select.select([pidfd], [], [], 30)[0]
+            os.waitid(os.P_PIDFD, pidfd, os.WEXITED)  # adopted by this process
+            os.close(pidfd)
+
+
 @in_loop
-async def test_workers_die_with_the_zygotes_broker(journal: Journal) -> None:
+async def test_workers_die_when_the_zygote_exits(journal: Journal) -> None:
     """The zygote exits when its socket ends; its workers may not outlive it."""
     async with running() as workers:
         worker = await load(workers, config())

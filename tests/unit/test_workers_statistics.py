@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from broker.statistics_blocks import StatisticsBlocks
+from shm import statistics as words
+from shm.errors import InferError
+from shm.statistics import BLOCKS, StatisticsPage
+
+
+@pytest.fixture
+def blocks():
+    page = StatisticsPage.create()
+    yield StatisticsBlocks(page)
+    os.close(page.fd)
+
+
+def test_blocks_stay_with_their_owner(blocks):
+    first = blocks.take(("m", 1), 2)
+    assert blocks.take(("m", 2), 1)[0] not in first
+    assert blocks.take(("m", 1), 2) == first
+    grown = blocks.take(("m", 1), 3)
+    assert grown[:2] == first
+    assert blocks.take(("m", 1), 1) == first[:1]
+    assert {blocks.owner(block) for block in grown} == {("m", 1)}
+
+
+def test_no_room_is_said_with_numbers_and_changes_nothing(blocks):
+    blocks.take(("m", 1), BLOCKS - 2)
+    assert blocks.has_room(("n", 1), 2)
+    assert not blocks.has_room(("n", 1), 3)
+    with pytest.raises(InferError, match="no room for 3 more statistics blocks"):
+        blocks.take(("n", 1), 3)
+    assert len(blocks.take(("n", 1), 2)) == 2
+
+
+def test_given_back_blocks_are_zero_when_taken_again(blocks):
+    taken = blocks.take(("m", 1), BLOCKS)
+    for block in taken:
+        blocks.page.block(block)[words.SUCCESS] = 5
+    blocks.give_back(("m", 1))
+    assert not any(any(blocks.page.block(block)) for block in blocks.take(("n", 1), BLOCKS))
+    blocks.give_back(("unknown", 1))
+
+
+def test_a_dead_process_runs_and_queues_nothing(blocks):
+    (block,) = blocks.take(("m", 1), 1)
+    page = blocks.page.block(block)
+    page[words.BATCH], page[words.PENDING], page[words.SUCCESS] = 4, 7, 9
+    blocks.abandon([block])
+    assert (page[words.BATCH], page[words.PENDING], page[words.SUCCESS]) == (0, 0, 9)
+
+
+def test_counters_of_instances_are_added_up_in_tritons_form(blocks):
+    for at, block in enumerate(blocks.take(("m", 3), 2), 1):
+        page = blocks.page.block(block)
+        values = {
+            words.SUCCESS: 10,
+            words.FAIL: 1,
+            words.FAIL_NS: 77,
+            words.CANCELLED: 2,
+            words.EXPIRED: 3,
+            words.QUEUE_NS: 100,
+            words.INPUT_NS: 200,
+            words.INFER_NS: 300,
+            words.OUTPUT_NS: 400,
+            words.INFERENCES: 40,
+            words.EXECUTIONS: 5,
+            words.RETRIED: 6,
+            words.COPIED + 1: 1000,
+        }
+        for word, value in values.items():
+            page[word] = value * at
+        page[words.LAST_MS] = 1_000_000 - at
+        page[words.BATCHES + 4 * 7 : words.BATCHES + 4 * 8] = memoryview(
+            b"".join(value.to_bytes(8, "little") for value in (at, 20, 30, 40))
+        ).cast("Q")
+    blocks.page.block(blocks.take(("m", 3), 2)[0])[words.PENDING] = 8
+    assert blocks.model_stats("m", 3) == {
+        "name": "m",
+        "version": "3",
+        "last_inference": 999_999,
+        "inference_count": 120,
+        "execution_count": 15,
+        "inference_stats": {
+            "success": {"count": 30, "ns": 3000},
+            "fail": {"count": 3, "ns": 231},
+            "queue": {"count": 30, "ns": 300},
+            "compute_input": {"count": 30, "ns": 600},
+            "compute_infer": {"count": 30, "ns": 900},
+            "compute_output": {"count": 30, "ns": 1200},
+            "cache_hit": {"count": 0, "ns": 0},
+            "cache_miss": {"count": 0, "ns": 0},
+        },
+        "batch_stats": [
+            {
+                "batch_size": 8,
+                "compute_input": {"count": 3, "ns": 40},
+                "compute_infer": {"count": 3, "ns": 60},
+                "compute_output": {"count": 3, "ns": 80},
+            }
+        ],
+        "memory_usage": [],
+        "cancelled": 6,
+        "expired": 9,
+        "retried": 18,
+        "pending": 8,
+        "copied_bytes": {"policy": 0, "gather": 3000, "scatter": 0, "output": 0, "align": 0, "arena": 0},
+    }
+
+
+def test_a_version_without_blocks_has_zeros(blocks):
+    stats = blocks.model_stats("m", 1)
+    assert (stats["inference_count"], stats["batch_stats"], stats["last_inference"]) == (0, [], 0)

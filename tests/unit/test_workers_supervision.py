@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import pytest
+
+from broker.supervision import (
+    BLAME_WINDOW_NS,
+    BackOff,
+    HangWatch,
+    LoadDeaths,
+    Offenders,
+    Running,
+    hang_limit_s,
+)
+
+S = 1_000_000_000
+A, B, C = ("a", 1, 1), ("b", 1, 2), ("c", 1, 3)
+
+
+def test_back_off_grows_and_stays_at_its_end():
+    back_off = BackOff()
+    assert [back_off.after_death(False) for _ in range(8)] == [0.0, 0.1, 0.5, 2.0, 10.0, 30.0, 30.0, 30.0]
+
+
+def test_a_worker_that_was_ready_is_replaced_at_once_and_starts_anew():
+    back_off = BackOff()
+    for _ in range(4):
+        back_off.after_death(False)
+    assert back_off.after_death(True) == 0.0
+    assert back_off.after_death(False) == 0.0
+    assert back_off.after_death(False) == 0.1
+
+
+def test_waiting_is_hopeless_once_the_next_try_is_far():
+    back_off = BackOff()
+    seen = [(back_off.after_death(False), back_off.hopeless) for _ in range(6)]
+    assert [hopeless for _, hopeless in seen] == [delay >= 10.0 for delay, _ in seen]
+
+
+def test_the_load_that_was_alone_is_given_up_at_the_limit():
+    deaths = LoadDeaths(3)
+    assert [deaths.died([A]) for _ in range(3)] == [None, None, A]
+    assert deaths.died([A]) is None, "counting starts anew once it was given up"
+
+
+def test_success_resets_the_count():
+    deaths = LoadDeaths(2)
+    assert deaths.died([A]) is None
+    deaths.forget(A)
+    assert deaths.died([A]) is None
+    assert deaths.died([A]) == A
+
+
+def test_nobody_is_blamed_for_a_death_in_company():
+    deaths = LoadDeaths(1)
+    for _ in range(10):
+        assert deaths.died([A, B]) is None
+    assert deaths.died([]) is None
+
+
+def test_company_in_two_deaths_makes_suspects_and_success_clears_them():
+    deaths = LoadDeaths(5)
+    deaths.died([A, B, C])
+    assert not any(map(deaths.suspect, (A, B, C)))
+    deaths.forget(C)
+    deaths.died([A, B, C])
+    assert [deaths.suspect(load) for load in (A, B, C)] == [True, True, False]
+    deaths.forget(A)
+    assert [deaths.suspect(load) for load in (A, B, C)] == [False, True, False]
+
+
+def test_one_death_alone_makes_a_suspect():
+    deaths = LoadDeaths(5)
+    deaths.died([A])
+    assert deaths.suspect(A)
+    assert not deaths.suspect(("a", 1, 2)), "the next generation is another load"
+
+
+def test_concurrent_loads_end_with_the_culprit_alone():
+    """Every load of `bad` dies, whatever runs beside it; the rule must give up exactly that one."""
+    deaths, wanted, died = LoadDeaths(5), [A, B, C], 0
+    bad = B
+    while bad in wanted:
+        crowd = [load for load in wanted if not deaths.suspect(load)]
+        for outstanding in [crowd, *([load] for load in wanted if deaths.suspect(load))]:
+            if bad in outstanding:
+                died += 1
+                given_up = deaths.died(outstanding)
+                if given_up is not None:
+                    wanted.remove(given_up)
+                break
+            for load in outstanding:
+                deaths.forget(load)
+    assert wanted == [A, C]
+    assert died == 2 + 5
+
+
+def test_two_endings_in_a_minute_are_an_offence():
+    offenders = Offenders()
+    assert not offenders.ending(1, "m", 0)
+    assert offenders.ending(1, "m", 59 * S)
+    assert not offenders.ending(1, "m", 60 * S), "both endings are used up"
+
+
+def test_endings_of_others_or_long_ago_do_not_count():
+    offenders = Offenders()
+    assert not offenders.ending(1, "m", 0)
+    assert not offenders.ending(2, "m", 1)
+    assert not offenders.ending(1, "n", 2)
+    assert not offenders.ending(1, "m", BLAME_WINDOW_NS + 1)
+    assert offenders.ending(2, "m", BLAME_WINDOW_NS + 1)
+
+
+@pytest.mark.parametrize(
+    ("expected_ns", "setting_s", "limit_s"),
+    [
+        (0, 0.0, 120.0),
+        (1, 0.0, 10.0),
+        (S, 0.0, 10.0),
+        (2 * S, 0.0, 20.0),
+        (0, 0.5, 0.5),
+        (100 * S, 0.5, 0.5),
+    ],
+)
+def test_how_long_a_batch_may_run(expected_ns, setting_s, limit_s):
+    assert hang_limit_s(expected_ns, setting_s) == limit_s
+
+
+def test_a_hang_needs_two_samples_of_the_same_batch():
+    watch = HangWatch()
+    hung = Running(3, 0, S, 0.0)
+    assert watch.sample([hung], 11 * S) == []
+    assert watch.sample([hung], 11 * S + 1) == [hung]
+
+
+def test_batches_that_follow_each_other_do_not_hang():
+    watch = HangWatch()
+    for start in range(0, 100 * S, 5 * S):
+        # BATCH of the next batch is seen before its STARTED: once, and never again with that STARTED.
+        assert watch.sample([Running(3, start - 50 * S, S, 0.0)], start) == []
+        assert watch.sample([Running(3, start, S, 0.0)], start + 1) == []
+
+
+def test_an_idle_sample_forgets():
+    watch = HangWatch()
+    hung = Running(3, 0, S, 0.0)
+    watch.sample([hung], 11 * S)
+    watch.sample([], 12 * S)
+    assert watch.sample([hung], 13 * S) == []
