@@ -1,0 +1,217 @@
+"""A real broker in a process of its own, and a client that packs its messages by hand.
+
+The client shares no encoder with the code under test: `msgpack` and the standard library only.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from broker.zygote import PR_SET_PDEATHSIG, prctl
+from tests.fakes.processes import children
+
+LIMIT_S = 30.0
+
+
+def eventually(condition: Callable[[], Any], what: str = "") -> Any:
+    """The first true value of `condition`; fails after `LIMIT_S`."""
+    deadline = time.monotonic() + LIMIT_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"never came true: {what or condition}"
+        select.select([], [], [], 0.005)
+    return value
+
+
+def command(*arguments: str, timeout: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
+    """Run `tensorbroker …` to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "broker", *arguments], capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+class Broker:
+    """`tensorbroker serve` on `repository`. A context manager: at its end nothing of it is left."""
+
+    def __init__(self, repository: Path, directory: Path, *flags: str, before: Callable[[], None] | None = None):
+        self.directory = directory
+        self.path = str(directory / "broker.sock")
+        arguments = ["serve", "--model-repository", str(repository), "--directory", str(directory), *flags]
+
+        def in_child() -> None:
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if before:
+                before()
+
+        self._log_path = directory.with_name(f"{directory.name}.log")
+        self._log = self._log_path.open("ab")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "broker", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            preexec_fn=in_child,
+        )
+        self.pid = self.process.pid
+        self._clients: list[HandClient] = []
+
+    def __enter__(self) -> Broker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for client in self._clients:
+            client.close()
+        family = self.descendants()
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(LIMIT_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self._log.close()
+        eventually(lambda: not any(alive(pid) for pid in family), "all its processes have ended")
+
+    def ready(self) -> Broker:
+        """Wait for the line that says so."""
+        assert self.process.stdout is not None
+        readable, _, _ = select.select([self.process.stdout], [], [], LIMIT_S)
+        line = self.process.stdout.readline().decode() if readable else ""
+        assert line == f"tensorbroker is ready: {self.path}\n", f"{line!r}\n{self.log()}"
+        return self
+
+    def log(self) -> str:
+        return self._log_path.read_text()
+
+    def connect(self) -> HandClient:
+        """A client that has not said Hello."""
+        client = HandClient(self.path)
+        self._clients.append(client)
+        return client
+
+    def client(self) -> HandClient:
+        """A client that is welcome."""
+        client = self.connect()
+        assert client.ask("Hello", protocol=1)["type"] == "Welcome"
+        return client
+
+    def status(self) -> dict[str, Any]:
+        answer = command("status", "--json", "--directory", str(self.directory))
+        assert answer.returncode == 0, answer.stderr
+        document: dict[str, Any] = json.loads(answer.stdout)
+        return document
+
+    def descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    def descendants(self) -> list[int]:
+        found, todo = [], [self.pid]
+        while todo:
+            with contextlib.suppress(OSError):
+                below = children(todo.pop())
+                found += below
+                todo += below
+        return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class HandClient:
+    """One session, by hand. `fds` are the descriptors of the last reply; the next one closes them."""
+
+    def __init__(self, path: str) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket.settimeout(LIMIT_S)
+        self.socket.connect(path)
+        self.fds: list[int] = []
+        self._last = 0
+
+    def send(self, kind: str, fds: Sequence[int] = (), **fields: Any) -> int:
+        """Send a request; returns its id."""
+        self._last += 1
+        self.send_raw(msgpack.packb({"type": kind, "id": self._last, **fields}), fds)
+        return self._last
+
+    def send_raw(self, data: bytes, fds: Sequence[int] = ()) -> None:
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        self.socket.sendmsg([data], ancillary)
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next message that is not Starting; None at the end."""
+        while True:
+            self.drop()
+            try:
+                data, ancillary, _, _ = self.socket.recvmsg(65536, socket.CMSG_SPACE(64))
+            except ConnectionResetError:
+                return None
+            for _, _, payload in ancillary:
+                self.fds += array.array("i", payload)
+            if not data:
+                return None
+            message: dict[str, Any] = msgpack.unpackb(data)
+            if message["type"] != "Starting":
+                return message
+
+    def ask(self, kind: str, fds: Sequence[int] = (), **fields: Any) -> dict[str, Any]:
+        """One request and its reply."""
+        number = self.send(kind, fds, **fields)
+        reply = self.receive()
+        assert reply is not None, "hung up"
+        assert reply["id"] == number
+        return reply
+
+    def register(self, name: str, byte_size: int = 4096) -> int:
+        """A new pool; returns its descriptor, the caller's."""
+        fd = pool(byte_size)
+        reply = self.ask("RegisterPool", [fd], name=name, byte_size=byte_size)
+        assert reply["type"] == "RegionInfo", reply
+        return fd
+
+    def drop(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = []
+
+    def close(self) -> None:
+        self.drop()
+        self.socket.close()
+
+
+def pool(byte_size: int) -> int:
+    """A sealed memfd, made by hand."""
+    fd = os.memfd_create("test-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.posix_fallocate(fd, 0, byte_size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return fd
+
+
+def tensor(name: str, region: str, shape: Sequence[int], datatype: str = "FP32", **place: int) -> dict[str, Any]:
+    return {"name": name, "region": region, "shape": list(shape), "datatype": datatype, **place}
+
+
+@contextlib.contextmanager
+def descriptor(fd: int) -> Iterator[int]:
+    try:
+        yield fd
+    finally:
+        os.close(fd)
