@@ -14,7 +14,7 @@ from types import TracebackType
 
 from shm.client_channel import ClientChannel
 from shm.errors import Code
-from shm.layout import CODE_MASK, FINAL, Geometry
+from shm.layout import CODE_MASK, COMPLETION, CTAIL, FINAL, Geometry
 from shm.memory import sealed_memfd
 from shm.sockets import close_all
 from shm.worker_channel import BoundPlan, Request, Verdict, WorkerChannel
@@ -138,3 +138,11 @@ def take(worker: WorkerChannel, limit: int = 100) -> list[Request]:
     out: list[Request] = []
     assert worker.take(limit, NOW, out) == []
     return out
+
+
+def respond(worker: WorkerChannel, request: Request, status: int) -> None:
+    """Commit one response of `request` (its last if `status` has FINAL), and mark nothing."""
+    number, geometry = worker.words[CTAIL], worker.geometry
+    at = 8 * (geometry.completions + 8 * (number & geometry.completion_mask))
+    COMPLETION.pack_into(worker.memory, at, number + 1, request.position << 16 | request.slot, status, 0, 0, 0, 0, 0)
+    worker.words[CTAIL] = number + 1

@@ -1,9 +1,9 @@
 """Every memory that a death can leave behind, for tests of recovery.
 
 `Stores` traces what `shm.worker_channel` and `shm.recovery` do, bytecode by bytecode, and notes channel and ledger
-after each store: the states in which a SIGKILL could have left them. A store of several words (a completion, a note)
-is noted half done as well. `World` is one channel with a living client and the requests it makes; `explore` lets
-worker after worker die in every state that any of them leaves, until nothing new comes.
+after each store: the states in which a SIGKILL could have left them. `World` is one channel with a living client and
+the requests it makes; `explore` lets worker after worker die in every state that any of them leaves, until nothing new
+comes.
 """
 
 from __future__ import annotations
@@ -186,11 +186,15 @@ class World:
 
 
 class Stores:
-    """While active, collects the states of `world` between the stores of the traced modules, each once."""
+    """While active, collects the states of `world` between the stores of the traced modules, each once.
 
-    def __init__(self, world: World) -> None:
+    `half_done`: stores of several words (a completion, a note) are seen in part too.
+    """
+
+    def __init__(self, world: World, half_done: bool = False) -> None:
         self.states: dict[State, None] = {}
         self._world = world
+        self._half_done = half_done
         self._last = world.memories()
         self._stored = False
         self._codes: dict[CodeType, bytes] = {}
@@ -228,7 +232,7 @@ class Stores:
         if now == self._last and not whole:
             return
         state = self._world.save()
-        if not whole:
+        if self._half_done and not whole:
             for channel in _half_done(self._last[0], now[0]):
                 self.states[state._replace(channel=channel)] = None
         self.states[state] = None

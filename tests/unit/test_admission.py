@@ -138,6 +138,17 @@ def test_a_slot_that_is_still_live_is_not_taken_again(client, worker):
     assert pending.code is Code.OK
 
 
+@pytest.mark.parametrize("tag", [0, 1, 3, 2**64 - 1])
+def test_an_entry_that_bears_another_position_is_not_taken(client, worker, tag):
+    submit(client)
+    take(worker)
+    ident, _ = submit(client, 1)
+    worker.words[worker.geometry.submissions + 8 * (ident & 0xFFFF)] = tag
+    assert take(worker) == []
+    assert worker.refused == 1
+    assert worker.live[ident & 0xFFFF] is None
+
+
 @pytest.mark.parametrize("published", [17, 2**32, 2**64 - 1])
 def test_a_tail_beyond_the_ring_breaks_the_channel(worker, published):
     worker.words[TAIL] = published

@@ -7,9 +7,9 @@ import struct
 import pytest
 
 from shm.errors import Code
-from shm.layout import CTAIL, DONE, MARK, NOTE_BYTES, STARTED, TAIL, TAKEN
+from shm.layout import CTAIL, DONE, FINAL, MARK, NOTE_BYTES, STARTED, TAIL, TAKEN
 from shm.worker_channel import Request, WorkerChannel
-from tests.fakes.channel import NOW, PLAN, Pending, Plan, Twin, submit, take
+from tests.fakes.channel import NOW, PLAN, Pending, Plan, Twin, respond, submit, take
 
 
 @pytest.fixture
@@ -239,6 +239,20 @@ def test_a_completion_that_names_no_pending_request_is_dropped(client, worker, f
     worker.complete([request])
     assert client.reap() == 1
     assert pending.code is Code.OK
+
+
+def test_responses_come_before_the_ending_and_keep_the_slot(client, worker):
+    _, pending = submit(client)
+    (request,) = take(worker)
+    respond(worker, request, Code.OK)
+    respond(worker, request, Code.OK)
+    assert client.reap() == 2
+    assert client.outstanding == 1
+    respond(worker, request, FINAL)
+    assert client.reap() == 1
+    assert client.outstanding == 0
+    assert [entry[0] for entry in pending.entries] == [1, 2, 3]
+    assert pending.finals == 1
 
 
 def test_a_second_ending_is_dropped(client, worker):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from shm import recovery, worker_channel
 from shm.errors import Code
-from shm.layout import ARMED, CANCEL, CONSUMED, CTAIL, RING, SUBMISSION, TAIL, WAITING, Geometry
+from shm.layout import ARMED, CANCEL, CONSUMED, CTAIL, MARK, RING, SUBMISSION, TAIL, WAITING, Geometry
 from shm.recovery import bury, end_all, recover
 from shm.worker_channel import Request
 from tests.fakes.channel import NOW, PLAN, Pending, Plan, Twin, submit
@@ -58,6 +58,7 @@ class Attack:
             assert request.output_position < 3
             assert 0 < request.rows <= 2
             assert self.worker.live[request.slot] is request
+            assert self.worker.ledger[MARK + request.slot] >> 16 == request.position <= self.worker.head
         outputs = [request.output_position for request in self.queue]
         assert len(set(outputs)) == len(outputs)
         assert [place for place in range(3) if self.plan.busy[place]] == sorted(outputs)
@@ -180,6 +181,8 @@ def test_whatever_a_client_writes_during_the_workers_steps(seed):
         good = SUBMISSION.pack(1, PLAN, 0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0)
         bad = SUBMISSION.pack(1, PLAN, 0, 0, 9, 9, 9, 0, 0, 0, 0, 0, 0)
 
+        entries = [[slot, slot, slot, slot, slot | CANCEL, 3 - slot, SLOTS] for slot in range(SLOTS)]
+
         def strike() -> None:
             """Entries turn from good to bad and back between any two looks of the worker."""
             position = attack.worker.head + random.randrange(1, 4)
@@ -189,13 +192,13 @@ def test_whatever_a_client_writes_during_the_workers_steps(seed):
             words[start] = position
             words[start + 4] += random.randrange(3) << 16
             words[start + 7] = random.choice([0, 0, position])
-            words[RING + (position - 1 & GEOMETRY.ring_mask)] = slot | random.choice([0, 0, 0, CANCEL])
+            words[RING + (position - 1 & GEOMETRY.ring_mask)] = random.choice(entries[slot])
             words[TAIL] = attack.worker.head + 3
             if random.random() < 0.01:
                 words[random.choice(INTERESTING)] = random.choice(VALUES)
 
         taken = 0
-        for _ in range(8):
+        for _ in range(16):
             step = random.choice([attack.take, attack.take, attack.bury, attack.end_all, attack.replace])
             with Meanwhile(strike):
                 step()
