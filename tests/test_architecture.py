@@ -1,0 +1,111 @@
+"""The import rules and size budgets of ARCHITECTURE.md, as a test."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+MAX_FILE, MAX_FUNCTION = 400, 60
+FIRST_PARTY = ("shm", "clientlib", "broker")
+
+# Module or package → first-party prefixes it may import; the longest key wins.
+MAY_IMPORT = {
+    "shm": ("shm",),
+    "clientlib": ("shm", "clientlib"),
+    "broker": ("shm", "broker"),
+    "broker.repository": ("shm", "broker.repository"),
+    "broker.worker": ("shm", "broker.repository.config", "broker.worker"),
+}
+# Only the named modules may import these first-party packages.
+GUARDED = {
+    "broker.worker": ("broker.worker", "broker.zygote"),
+    "broker.repository.loader": ("broker.repository.loader",),
+}
+# … except for these, which are plain messages.
+UNGUARDED = ("broker.worker.messages",)
+
+# Third-party packages → the only places that may import them. A native client imports numpy and msgspec, nothing more.
+HEAVY = {
+    "onnxruntime": ("broker.worker.backends",),
+    "onnx": ("broker.repository.loader",),
+    "google": ("broker.repository.loader",),
+    "tritonclient": ("broker.repository.loader",),
+    "grpc": (),
+    "zmq": (),
+    "cuda": (),
+    "tensorrt": (),
+    "torch": (),
+    "multiprocessing": (),
+}
+FORBIDDEN_MODULES = {"pickle", "cloudpickle", "marshal", "dill", "shelve"}
+FORBIDDEN_CALLS = {"eval", "exec"}
+
+FILES = [path for top in FIRST_PARTY for path in sorted((ROOT / top).rglob("*.py"))]
+ALL_FILES = FILES + [path for top in ("tests", "bench", "examples") for path in sorted((ROOT / top).rglob("*.py"))]
+
+
+def inside(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def module_name(path: pathlib.Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "absolute imports only: they make the rules greppable"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_imports_follow_the_arrows(path: pathlib.Path) -> None:
+    me = module_name(path)
+    allowed = MAY_IMPORT[max((key for key in MAY_IMPORT if inside(me, key)), key=len)]
+    for target in imports(ast.parse(path.read_text())):
+        top = target.split(".")[0]
+        if top in FIRST_PARTY:
+            assert any(inside(target, prefix) for prefix in allowed), f"{me} may not import {target}"
+            for guarded, users in GUARDED.items():
+                if inside(target, guarded) and not any(inside(target, free) for free in UNGUARDED):
+                    assert any(inside(me, user) for user in users), f"{me} may not import {target}"
+        elif top in HEAVY:
+            assert any(inside(me, user) for user in HEAVY[top]), f"{me} may not import {target}"
+
+
+@pytest.mark.parametrize("path", ALL_FILES, ids=module_name)
+def test_files_and_functions_stay_small(path: pathlib.Path) -> None:
+    source = path.read_text()
+    assert source.count("\n") <= MAX_FILE
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            assert node.end_lineno - node.lineno < MAX_FUNCTION, f"{node.name} is too long"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_nothing_dangerous_is_used(path: pathlib.Path) -> None:
+    tree = ast.parse(path.read_text())
+    for target in imports(tree):
+        assert target.split(".")[0] not in FORBIDDEN_MODULES, target
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        if isinstance(node.func, ast.Name):
+            assert node.func.id not in FORBIDDEN_CALLS, f"{node.func.id} at line {node.lineno}"
+        for keyword in node.keywords:
+            assert keyword.arg != "allow_pickle", f"allow_pickle at line {node.lineno}"
+            dangerous = keyword.arg == "shell" and isinstance(keyword.value, ast.Constant) and keyword.value.value
+            assert not dangerous, f"a shell at line {node.lineno}"
+
+
+def test_every_module_says_what_it_is() -> None:
+    silent = [module_name(path) for path in FILES if not ast.get_docstring(ast.parse(path.read_text()))]
+    assert not silent
