@@ -17,8 +17,8 @@ from clientlib.address import Absent, dial, directory_of
 from clientlib.async_lane import AsyncLane, LoopLanes
 from clientlib.async_plans import AsyncPlan
 from clientlib.async_session import AsyncSession
-from clientlib.automatic import Automatic, request
-from clientlib.callable_model import AsyncModel, Inputs
+from clientlib.automatic import Automatic, Inputs, Request, check_parameters
+from clientlib.callable_model import AsyncModel
 from clientlib.client import CALL_S, NO_CUDA, RECONNECT_S, RETRY_S, check_channel, default_name
 from clientlib.layout import RoomNeeded
 from clientlib.link import Bound, Link
@@ -147,7 +147,9 @@ class AsyncClient:
         version: str = "",
     ) -> InferResult:
         """Run a model on arrays, or on tensors in regions; arrays are copied once. As `Client.infer`."""
-        asked = request(model, version, inputs, outputs, parameters, BUDGET)
+        if parameters:
+            check_parameters(parameters)
+        asked = Request(model, version, inputs, outputs)
         plan = self._automatic.find(asked.key)
         if plan is None:
             # Hundreds of requests of a new kind may come at once: one prepares, the others wait for its plan.
@@ -156,7 +158,7 @@ class AsyncClient:
                 async with lock:
                     plan = self._automatic.find(asked.key)
                     if plan is None:
-                        fresh = plan = AsyncPlan(self, asked.recipe)
+                        fresh = plan = AsyncPlan(self, asked.recipe(BUDGET))
                         await self._run(lambda link: self.native.prepare(link, fresh), timeout or CALL_S)
                         self._automatic.keep(asked.key, fresh)
             finally:

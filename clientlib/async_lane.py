@@ -150,6 +150,10 @@ class LoopLanes:
             channel.close()
         return lane
 
+    def shared(self, worker: str) -> AsyncLane | None:
+        """A loop has one lane per worker: there is none to share instead."""
+        return None
+
     def all(self) -> list[AsyncLane]:
         """Every lane."""
         return list(self._by_worker.values())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
-from typing import Any, Generic, NamedTuple, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,66 +17,80 @@ import numpy.typing as npt
 from clientlib.recipe import ArrayInput, Budget, Outputs, Recipe, check_outputs
 from clientlib.region import TensorRef
 from shm import datatypes
-from shm.datatypes import BYTES
 from shm.errors import Code, InferError
 
 P = TypeVar("P")
+Array = npt.NDArray[Any]
+Inputs = Mapping[str, Array | TensorRef]
 MAX_PLANS = 64
 
 
-class Request(NamedTuple):
-    """The arguments of one `infer`: `key` is the same for all requests that one plan can serve."""
+@final
+class Request:
+    """The arguments of one `infer`. `key` is the same for all requests that one plan can serve.
 
-    key: Hashable
-    recipe: Recipe
-    values: list[npt.NDArray[Any]]  # what to copy: one array per ArrayInput, in their order
+    `values` are what to copy: one array per input that is no tensor in a region, in their order.
+    """
+
+    __slots__ = ("_chosen", "_inputs", "_model", "_version", "key", "values")
+
+    def __init__(self, model: str, version: str, inputs: Inputs, outputs: Outputs) -> None:
+        """Raises InferError for inputs that are neither arrays nor tensors in a region."""
+        self._model, self._version = model, version
+        if not isinstance(inputs, Mapping):
+            raise InferError(Code.INVALID_ARG, f"inputs must map names to arrays, got {type(inputs).__name__}")
+        self._inputs: dict[str, TensorRef | Array] = {}
+        self.values: list[Array] = []
+        signature: list[Hashable] = [model, version]
+        for name, value in inputs.items():
+            if not isinstance(value, TensorRef):
+                value = _array(name, value)
+                self.values.append(_bytes_of(value) if value.dtype.kind in "OSU" else value)
+                signature += (name, value.dtype, value.shape, self.values[-1].nbytes)
+            else:
+                signature += (name, value)
+            self._inputs[name] = value
+        chosen = self._chosen = None if outputs is None else check_outputs(outputs)
+        if chosen is not None:
+            signature.append(tuple(chosen.items()) if isinstance(chosen, Mapping) else tuple(chosen))
+        self.key = tuple(signature)
+
+    def recipe(self, budget: Budget) -> Recipe:
+        """What to prepare for requests of this kind."""
+        values = iter(self.values)
+        inputs = {
+            name: value
+            if isinstance(value, TensorRef)
+            else ArrayInput(datatypes.datatype_of(value.dtype), value.shape, next(values).nbytes)
+            for name, value in self._inputs.items()
+        }
+        return Recipe(self._model, self._version, inputs, self._chosen, 1, 1, budget)
 
 
-def request(
-    model: str,
-    version: str,
-    inputs: Mapping[str, npt.NDArray[Any] | TensorRef],
-    outputs: Outputs,
-    parameters: Mapping[str, object] | None,
-    budget: Budget,
-) -> Request:
-    """Look at the arguments of an `infer`. Raises InferError for what is neither an array nor a tensor in a region."""
+def check_parameters(parameters: Mapping[str, object] | None) -> None:
+    """Raises InferError UNSUPPORTED for what cannot be passed on."""
     if parameters:
         raise InferError(
             Code.UNSUPPORTED,
             f"request parameters ({', '.join(map(repr, parameters))}) are not carried to models yet; priority and "
             "timeout are arguments of their own",
         )
-    if not isinstance(inputs, Mapping):
-        raise InferError(Code.INVALID_ARG, f"inputs must map names to arrays, got {type(inputs).__name__}")
-    values: list[npt.NDArray[Any]] = []
-    kinds: dict[str, TensorRef | ArrayInput] = {}
-    for name, value in inputs.items():
-        if isinstance(value, TensorRef):
-            kinds[name] = value
-        else:
-            kinds[name], array = _array_input(name, value)
-            values.append(array)
-    chosen = check_outputs(outputs)
-    wanted: Hashable = tuple(chosen.items()) if isinstance(chosen, Mapping) else chosen
-    recipe = Recipe(model, version, kinds, chosen, 1, 1, budget)
-    return Request((model, version, tuple(kinds.items()), wanted), recipe, values)
 
 
-def _array_input(name: str, value: Any) -> tuple[ArrayInput, npt.NDArray[Any]]:
-    if not isinstance(value, np.ndarray):
-        if not hasattr(value, "__array__"):
-            raise InferError(
-                Code.INVALID_ARG,
-                f"input '{name}' must be a numpy array or a tensor in a region, got {type(value).__name__}: "
-                "numpy.asarray(value, dtype=…) makes one, with the datatype that the model expects",
-            )
-        value = np.asarray(value)
-    datatype = datatypes.datatype_of(value.dtype)
-    if datatype == BYTES:
-        data = np.frombuffer(datatypes.encode_bytes(value), np.uint8)
-        return ArrayInput(datatype, value.shape, data.nbytes), data
-    return ArrayInput(datatype, value.shape, value.nbytes), value
+def _array(name: str, value: object) -> Array:
+    if isinstance(value, np.ndarray):
+        return value
+    if hasattr(value, "__array__"):
+        return np.asarray(value)
+    raise InferError(
+        Code.INVALID_ARG,
+        f"input '{name}' must be a numpy array or a tensor in a region, got {type(value).__name__}: "
+        "numpy.asarray(value, dtype=…) makes one, with the datatype that the model expects",
+    )
+
+
+def _bytes_of(strings: Array) -> Array:
+    return np.frombuffer(datatypes.encode_bytes(strings), np.uint8)
 
 
 @final

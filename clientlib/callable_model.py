@@ -8,18 +8,14 @@ from __future__ import annotations
 from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, final
 
-import numpy.typing as npt
-
+from clientlib.automatic import Inputs
 from clientlib.recipe import Outputs
-from clientlib.region import TensorRef
 from clientlib.results import InferResult
 from shm.messages import ModelMetadata, TensorMetadata
 
 if TYPE_CHECKING:
     from clientlib.async_client import AsyncClient
     from clientlib.client import Client
-
-Inputs = Mapping[str, npt.NDArray[Any] | TensorRef]
 
 
 class Metadata:

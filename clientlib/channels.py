@@ -136,7 +136,7 @@ class Lanes:
         try:
             lane = held.by_worker[worker] = self._free[worker].pop()
         except IndexError:
-            return self._shared(worker) if len(self._all) >= self._limit else None
+            return self.shared(worker) if len(self._all) >= self._limit else None
         return lane
 
     def add(self, worker: str, channel: ClientChannel, left: Left) -> Lane:
@@ -154,13 +154,14 @@ class Lanes:
         """Every lane, whoever holds it."""
         return list(self._all)
 
+    def shared(self, worker: str) -> Lane | None:
+        """A lane that others use too; each call the next one."""
+        lanes = [lane for lane in self._all if lane.worker == worker]
+        return lanes[next(self._turn) % len(lanes)] if lanes else None
+
     def _held(self) -> _Held:
         try:
             held: _Held = self._local.held
         except AttributeError:
             held = self._local.held = _Held(self)
         return held
-
-    def _shared(self, worker: str) -> Lane | None:
-        lanes = [lane for lane in self._all if lane.worker == worker]
-        return lanes[next(self._turn) % len(lanes)] if lanes else None

@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import Any, TypeVar, final
 
 from clientlib.address import Absent, dial, directory_of
-from clientlib.automatic import Automatic, request
-from clientlib.callable_model import Inputs, Model
+from clientlib.automatic import Automatic, Inputs, Request, check_parameters
+from clientlib.callable_model import Model
 from clientlib.channels import Lane, Lanes
 from clientlib.layout import RoomNeeded
 from clientlib.link import Bound, Link
@@ -168,10 +168,12 @@ class Client:
 
         The first request of a kind (model, datatypes, shapes) prepares a plan, the next use it.
         """
-        asked = request(model, version, inputs, outputs, parameters, BUDGET)
+        if parameters:
+            check_parameters(parameters)
+        asked = Request(model, version, inputs, outputs)
         plan = self._automatic.find(asked.key)
         if plan is None:
-            fresh = plan = Plan(self, asked.recipe)
+            fresh = plan = Plan(self, asked.recipe(BUDGET))
             self._run(lambda link: self.native.prepare(link, fresh), timeout or CALL_S)
             plan = self._automatic.keep(asked.key, fresh)
         try:

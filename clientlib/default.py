@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from clientlib import process
-from clientlib.callable_model import Inputs, Model
+from clientlib.automatic import Inputs
+from clientlib.callable_model import Model
 from clientlib.client import Client, connect
 from clientlib.plans import Plan
 from clientlib.recipe import Outputs, Slots

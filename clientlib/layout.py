@@ -160,6 +160,7 @@ class Layout:
         "_block",
         "_fixed",
         "_input_views",
+        "_ownable",
         "_views",
         "bank",
         "input_positions",
@@ -194,7 +195,9 @@ class Layout:
                     target.append(tensor.span(place))
         self.ranges = Ranges(*spans)
         self.writes = [tensor for tensor in inputs if tensor.own]
-        self._fixed = all(not tensor.own and not shapes.is_open(tensor.datatype, tensor.shape) for tensor in outputs)
+        closed = not any(shapes.is_open(tensor.datatype, tensor.shape) for tensor in outputs)
+        self._fixed = closed and not any(tensor.own for tensor in outputs)
+        self._ownable = closed and self.owns_outputs
         self._views: list[dict[str, Array] | None] = [None] * self.output_positions
         self._input_views: list[list[Array] | None] = [None] * (self.input_positions if self.writes else 0)
 
@@ -221,13 +224,15 @@ class Layout:
         self, entry: tuple[int, ...], note: bytes, position: int, rows: int, lease: Lease | None, copied: int
     ) -> InferResult:
         """The arrays of a successful completion at output `position`."""
-        if self._fixed and not rows:
+        keep = lease if self.owns_outputs and self.bank is not None and self.bank.can_spare() else None
+        if not rows and (self._fixed or (self._ownable and keep is not None)):
             arrays = self._views[position]
             if arrays is None:
                 arrays = self._views[position] = {t.name: t.view(position, t.shape) for t in self.outputs}
+            if keep is not None:
+                arrays = {name: owning(view, keep) for name, view in arrays.items()}
             return InferResult(arrays, entry, copied)
         words = _note_words(note)
-        keep = lease if self.owns_outputs and self.bank is not None and self.bank.can_spare() else None
         arrays = {}
         for tensor in self.outputs:
             array = _array(tensor, position, rows, words)

@@ -39,6 +39,9 @@ class Lanes(Protocol[L]):
     def add(self, worker: str, channel: ClientChannel, left: Link[L]) -> L:
         """Make a lane of a new channel; it is the caller's."""
 
+    def shared(self, worker: str) -> L | None:
+        """A lane to `worker` that others use too, when no channel can be opened any more."""
+
     def all(self) -> list[L]:
         """Every lane there is."""
 

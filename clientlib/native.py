@@ -293,7 +293,16 @@ class Native(Generic[L]):
         return Bound(lane, prepared.layout, prepared.word)
 
     def _open_channel(self, link: Link[L], worker: str) -> Procedure[L]:
-        reply, fds = yield Call(messages.OpenChannel(worker=worker, slots=self._slots), expects=3)
+        try:
+            reply, fds = yield Call(messages.OpenChannel(worker=worker, slots=self._slots), expects=3)
+        except ConnectionLost:
+            raise
+        except InferError as error:
+            # Several threads may have asked for the last channel at once.
+            lane = link.lanes.shared(worker) if error.code == Code.UNAVAILABLE.name else None
+            if lane is None:
+                raise
+            return lane
         assert isinstance(reply, messages.ChannelInfo)
         try:
             memory, bell, pipe = fds

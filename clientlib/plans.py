@@ -279,8 +279,12 @@ def deadline_ns_of(timeout: float) -> int:
 
 def check_timeout(timeout: float) -> None:
     """Raises InferError unless `timeout` is a number of seconds to wait."""
-    if not isinstance(timeout, int | float) or not 0 < timeout <= MAX_TIMEOUT_S:
-        raise InferError(Code.INVALID_ARG, f"timeout must be a positive number of seconds, got {timeout!r}")
+    try:
+        if 0 < timeout <= MAX_TIMEOUT_S:
+            return
+    except TypeError:
+        pass
+    raise InferError(Code.INVALID_ARG, f"timeout must be a positive number of seconds, got {timeout!r}")
 
 
 def check_options(rows: int, priority: int, sequence_id: int, start: bool, end: bool) -> int:
