@@ -23,6 +23,7 @@ from typing import Any
 import msgpack
 
 from broker.zygote import PR_SET_PDEATHSIG, prctl
+from shm.client_channel import ClientChannel
 from tests.fakes.processes import children
 
 LIMIT_S = 30.0
@@ -72,8 +73,7 @@ class Broker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for client in self._clients:
-            client.close()
+        self.close_clients()
         family = self.descendants()
         if self.process.poll() is None:
             self.process.terminate()
@@ -103,6 +103,10 @@ class Broker:
         client = HandClient(self.path)
         self._clients.append(client)
         return client
+
+    def close_clients(self) -> None:
+        while self._clients:
+            self._clients.pop().close()
 
     def client(self) -> HandClient:
         """A client that is welcome."""
@@ -215,3 +219,40 @@ def descriptor(fd: int) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+def prepare_add1(client: HandClient, region: str = "r", rows: int = 2) -> dict[str, Any]:
+    """Ask for a plan of `add1`: x at offset 0, y at offset 64 of `region`."""
+    inputs = [tensor("x", region, (rows, 4))]
+    outputs = [tensor("y", region, (rows, 4), offset=64)]
+    return client.ask("Prepare", model="add1", inputs=inputs, outputs=outputs)
+
+
+class Ending:
+    """What a submission leaves in its channel: the completion's words and its note."""
+
+    def __init__(self) -> None:
+        self.entry: tuple[int, ...] | None = None
+        self.note = b""
+
+    def settle(self, entry: tuple[int, ...], note: bytes) -> None:
+        assert self.entry is None, "a second ending"
+        self.entry, self.note = entry, note
+
+
+def open_channel(client: HandClient, slots: int = 64) -> ClientChannel:
+    """A channel to the CPU worker, which owns its descriptors."""
+    channel = client.ask("OpenChannel", worker="cpu/default", slots=slots)
+    assert channel["type"] == "ChannelInfo", channel
+    memory, bell, pipe = client.fds
+    client.fds = []
+    return ClientChannel(memory, bell, pipe, channel["slots"], 0.0)
+
+
+def reap(channel: ClientChannel, endings: Sequence[Ending]) -> None:
+    """Wait until all have ended, or until nobody is left who could end them."""
+    deadline = time.monotonic() + LIMIT_S
+    while any(ending.entry is None for ending in endings) and not channel.gone:
+        assert time.monotonic() < deadline, "not every request has ended"
+        channel.wait(1.0)
+        channel.reap()
