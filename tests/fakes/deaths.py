@@ -54,7 +54,10 @@ class State(NamedTuple):
 
 
 class World:
-    """One channel, its client, and the requests the client makes as room allows; request i has output position i."""
+    """One channel, its client, and the requests the client makes as room allows; request i has output position i.
+
+    `batch` is the largest a worker runs; 0: it runs what it finds at once where it can.
+    """
 
     def __init__(self, twin: Twin, asks: list[Ask], batch: int = 2) -> None:
         self.twin = twin
@@ -132,9 +135,7 @@ class World:
         return {word >> 16 << 16 | slot: (word >> 8 & 0xFF, word & 0xFF) for slot, word in enumerate(words) if word}
 
     def run(self, worker: WorkerChannel, batch: list[Request], now: int) -> None:
-        """What a worker does with a batch; the model checks that it may see these requests."""
-        for request in batch:
-            worker.start(request)
+        """What a worker does with a batch that it has started; the model checks that it may see these requests."""
         committed = self.committed()
         for request in batch:
             index = request.request_id
@@ -164,12 +165,18 @@ class World:
         for some in (suspects, fresh):
             assert [request.position for request in some] == sorted(request.position for request in some)
         for request in suspects:
+            worker.start(request)
             self.run(worker, [request], now)
         queue = fresh
         turns = 0
         while queue or worker.pending() or self.client.outstanding or len(self.idents) < len(self.asks):
             turns += 1
             assert turns < 20, "a request is lost"
+            if not self.batch and not queue and worker.pending() and (usual := worker.peek(now)):
+                worker.begin(usual)
+                self.client_step()
+                self.run(worker, [usual], now)
+                continue
             for request, admitted in worker.take(100, now, queue):
                 if admitted:
                     assert request in queue
@@ -178,7 +185,9 @@ class World:
                 worker.complete([request])
             self.client_step()
             assert [request.request_id for request in queue] == sorted(request.request_id for request in queue)
-            batch, queue = queue[: self.batch], queue[self.batch :]
+            batch, queue = queue[: self.batch or 1], queue[self.batch or 1 :]
+            for request in batch:
+                worker.start(request)
             if batch:
                 self.run(worker, batch, now)
         assert (worker.broken, worker.refused) == ("", 0)

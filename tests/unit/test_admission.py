@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shm.errors import Code
-from shm.layout import RING, SUBMISSION, TAIL
+from shm.layout import MARK, RING, STARTED, SUBMISSION, TAIL
 from shm.worker_channel import Request, WorkerChannel
 from tests.fakes.channel import NOW, PLAN, Pending, Plan, Twin, submit, take
 
@@ -127,15 +127,71 @@ def test_a_slot_that_is_still_live_is_not_taken_again(client, worker):
     tail, slot = worker.words[TAIL], ident & 0xFFFF
     memory = worker.memory
     entry = list(SUBMISSION.unpack_from(memory, (worker.geometry.submissions + 8 * slot) * 8))
-    entry[0] = tail + 1
+    entry[0], entry[5] = tail + 1, 1  # everything about it is right but its slot
     SUBMISSION.pack_into(memory, (worker.geometry.submissions + 8 * slot) * 8, *entry)
     worker.words[RING + tail] = slot
     worker.words[TAIL] = tail + 1
+    assert worker.peek(NOW) is None
     assert take(worker) == []
     assert worker.refused == 1
     worker.complete([request])
     client.reap()
     assert pending.code is Code.OK
+
+
+def test_the_usual_entry_is_taken_and_started_at_once(client, worker, plan):
+    ident, pending = submit(client, 5)
+    request = worker.peek(NOW)
+    assert request is not None
+    assert worker.pending()
+    assert worker.ledger[MARK + (ident & 0xFFFF)] == 0  # not taken by looking
+    assert not any(plan.busy)
+    worker.begin(request)
+    assert not worker.pending()
+    assert worker.ledger[MARK + (ident & 0xFFFF)] == ident >> 16 << 16 | 1 << 8 | STARTED
+    assert plan.busy[5]
+    assert (request.rows, request.output_position, request.arrival, request.attempts) == (4, 5, NOW, 1)
+    worker.complete([request])
+    client.reap()
+    assert pending.code is Code.OK
+    assert not any(plan.busy)
+
+
+@pytest.mark.parametrize(
+    "unusual",
+    [
+        {"input_position": 20},
+        {"output_position": 8},
+        {"output_position": 3},  # busy
+        {"rows": 5},
+        {"deadline_ns": NOW},
+        {"plan_word": PLAN + 1},
+    ],
+)
+def test_an_unusual_entry_is_left_to_take(client, worker, plan, unusual):
+    plan.busy[3] = 1
+    usual = {"plan_word": PLAN, "input_position": 0, "output_position": 0, "rows": 0, "deadline_ns": 0}
+    client.submit(Pending(), **usual | unusual)
+    assert worker.peek(NOW) is None
+    refuse(worker)
+    client.submit(Pending(), **usual)
+    assert worker.peek(NOW) is not None
+
+
+def test_a_plan_that_needs_more_than_a_look_a_cancelled_entry_and_a_cancel_are_left_to_take(client, worker, plan):
+    ident, _ = submit(client)
+    plan.simple = False
+    assert worker.peek(NOW) is None
+    plan.simple, plan.refused_until_ns = True, NOW + 1
+    assert worker.peek(NOW) is None
+    plan.refused_until_ns = NOW
+    assert worker.peek(NOW) is not None
+    client.cancel(ident)
+    assert worker.peek(NOW) is None
+    refuse(worker)
+    assert worker.peek(NOW) is None  # what follows is the cancel's own entry, taken with it or later
+    worker.take(1, NOW, [])
+    assert not worker.pending()
 
 
 @pytest.mark.parametrize("tag", [0, 1, 3, 2**64 - 1])

@@ -86,6 +86,16 @@ class Attack:
                 self.worker.complete([request])
         self.check()
 
+    def take_inline(self) -> None:
+        """Take one entry and end it at once, where the worker could run it inline."""
+        request = self.worker.peek(NOW) if self.worker.pending() else None
+        if request is not None:
+            self.worker.begin(request)
+            self.queue.append(request)
+            self.check()
+            self.queue.remove(request)
+            self.worker.complete([request])
+
     def complete(self, count: int) -> None:
         done, self.queue = self.queue[:count], self.queue[count:]
         for request in done:
@@ -129,7 +139,7 @@ STEPS = st.one_of(
         st.tuples(st.integers(0, 2), st.sampled_from([0, 1, 2, 3, 65535]), st.sampled_from([0, 1, 2, 3, 2**32 - 1])),
     ),
     st.tuples(st.just(Attack.take)),
-    st.tuples(st.just(Attack.take)),
+    st.tuples(st.just(Attack.take_inline)),
     st.tuples(st.just(Attack.complete), st.integers(1, 4)),
     st.tuples(st.sampled_from([Attack.replace, Attack.bury, Attack.end_all])),
     st.tuples(st.just(Attack.serve_neighbour)),
@@ -181,7 +191,7 @@ def test_whatever_a_client_writes_during_the_workers_steps(seed):
         good = SUBMISSION.pack(1, PLAN, 0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0)
         bad = SUBMISSION.pack(1, PLAN, 0, 0, 9, 9, 9, 0, 0, 0, 0, 0, 0)
 
-        entries = [[slot, slot, slot, slot, slot | CANCEL, 3 - slot, SLOTS] for slot in range(SLOTS)]
+        entries = [[slot, slot, slot, slot, slot | CANCEL, 3 - slot, 0xFFFF] for slot in range(SLOTS)]
 
         def strike() -> None:
             """Entries turn from good to bad and back between any two looks of the worker."""
@@ -197,9 +207,10 @@ def test_whatever_a_client_writes_during_the_workers_steps(seed):
             if random.random() < 0.01:
                 words[random.choice(INTERESTING)] = random.choice(VALUES)
 
+        steps = [attack.take, attack.take, attack.take_inline, attack.bury, attack.end_all, attack.replace]
         taken = 0
         for _ in range(16):
-            step = random.choice([attack.take, attack.take, attack.bury, attack.end_all, attack.replace])
+            step = random.choice(steps)
             with Meanwhile(strike):
                 step()
                 taken += len(attack.queue)

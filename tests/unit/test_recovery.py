@@ -70,10 +70,11 @@ def end_all_in(twin: Twin) -> int:
 OK, DIED = (Code.OK, False), (Code.UNAVAILABLE, True)
 CANCELLED, EXPIRED = (Code.CANCELLED, False), (Code.UNAVAILABLE, False)
 
-# slots, largest batch, requests, all the endings that are seen
+# slots, largest batch (0: inline), requests, all the endings that are seen
 WORLDS = {
     "a batch of three, and their second run": (4, 3, [Ask(), Ask(), Ask()], {OK, DIED}),
     "a slot used again": (1, 1, [Ask(), Ask()], {OK, DIED}),
+    "inline": (2, 0, [Ask(), Ask("late"), Ask(deadline=DEADLINE)], {OK, DIED, CANCELLED, EXPIRED}),
     "one by one": (2, 1, [Ask(), Ask("late")], {OK, DIED, CANCELLED}),
     "must not run twice": (2, 2, [Ask(plan_word=FRAGILE), Ask(), Ask(plan_word=FRAGILE)], {OK, DIED}),
     "cancelled or expired": (
