@@ -70,6 +70,7 @@ class ClientChannel:
         "lost_wakeups",
         "pipe_fd",
         "role",
+        "strays",
     )
 
     def __init__(self, memory_fd: int, bell_fd: int, pipe_fd: int, slots: int, spin_s: float) -> None:
@@ -91,6 +92,7 @@ class ClientChannel:
         self._poller.register(pipe_fd, select.POLLIN)
         self.gone = False
         self.lost_wakeups = 0
+        self.strays = 0  # completions that named no pending request
 
     @property
     def slots(self) -> int:
@@ -206,6 +208,8 @@ class ClientChannel:
                     self._free.append(slot)
                 owner.settle(entry, note)
                 count += 1
+            else:
+                self.strays += 1
         self._consumed = consumed
         words[CONSUMED] = consumed
         return count
