@@ -50,6 +50,7 @@ class BoundPlan(Protocol):
     closed: Verdict | None  # why no request is taken any more
     refused_until_ns: int  # CLOCK_MONOTONIC; 0 = not refused
     signature: object  # equal for requests that may share a batch; None: runs alone
+    simple: bool  # open, and no other plan's ranges can overlap this one's: only `busy` and the deadline remain
     busy: bytearray  # one byte per output position: a live request writes there
 
     def conflict(self, input_position: int, output_position: int) -> str:
@@ -289,6 +290,46 @@ class WorkerChannel:
             request.ended = request.code  # a cancel that follows it in the ring has nothing to end any more
             notable.append((request, False))
 
+    def peek(self, now: int) -> Request | None:
+        """The one entry that is there, checked, when nothing about it is unusual; else None. Changes nothing.
+
+        The inline path: `begin` must follow in the same sweep to take it; otherwise `take` reads it anew.
+        """
+        head = self.head
+        geometry = self._geometry
+        slot = self.words[RING + (head & geometry.ring_mask)]
+        if slot >= geometry.slots or self.live[slot] is not None:
+            return None
+        entry = SUBMISSION.unpack_from(self._memory, self._submissions + 64 * slot)
+        plan = self.plans.get(entry[1])
+        if (
+            plan is None
+            or entry[0] != head + 1
+            or not plan.simple
+            or entry[4] >= plan.input_positions
+            or entry[5] >= plan.output_positions
+            or plan.busy[entry[5]]
+            or entry[6] > plan.rows
+            or entry[12] == head + 1
+            or (entry[3] and now >= entry[3])
+            or now < plan.refused_until_ns
+        ):
+            return None
+        return Request(self, slot, entry, plan, now)
+
+    def begin(self, request: Request) -> None:
+        """Take what `peek` returned and mark it started at once: the model sees it next."""
+        plan = request.plan
+        assert plan is not None
+        slot = request.slot
+        with self.lock:
+            self.live[slot] = request
+            plan.busy[request.output_position] = 1
+            request.started = True
+            request.attempts = 1
+            self._ledger[MARK + slot] = request.position << 16 | 1 << 8 | STARTED
+            self.head = self._ledger[HEAD] = self.head + 1
+
     def start(self, request: Request) -> None:
         """Mark that the model is about to see the request: `attempts` counts worker lives, not runs."""
         request.attempts += 1
@@ -296,41 +337,45 @@ class WorkerChannel:
 
     def complete(self, requests: Sequence[Request]) -> None:
         """Publish the endings of `requests` with one store, from any thread. Each must be live on this channel."""
-        words, ledger, geometry = self.words, self._ledger, self._geometry
+        words, ledger = self.words, self._ledger
         with self.lock:
             number = self._ctail
             # An honest client always leaves room: unread finals + outstanding ≤ N, and there are 2N entries.
-            if not 0 <= number - words[CONSUMED] <= 2 * geometry.slots - len(requests):
+            if not 0 <= number - words[CONSUMED] <= 2 * self._geometry.slots - len(requests):
                 self.broken = self.broken or "does not consume its completions"
             for request in requests:
-                status = request.code | FINAL
-                if request.note:
-                    status |= NOTED
-                    at = geometry.notes * 8 + NOTE_BYTES * (number & geometry.completion_mask)
-                    self._memory[at : at + NOTE_BYTES] = request.note.ljust(NOTE_BYTES, b"\0")
-                COMPLETION.pack_into(
-                    self._memory,
-                    self._completions + 64 * (number & geometry.completion_mask),
-                    number + 1,
-                    request.position << 16 | request.slot,
-                    status,
-                    request.queue_ns,
-                    request.input_ns,
-                    request.infer_ns,
-                    request.output_ns,
-                    request.copied,
-                )
+                self._publish(request, number)
                 number += 1
-                # Before the commit: the client may reuse slot and range at once.
-                self.live[request.slot] = None
-                if request.started and request.plan is not None:
-                    request.plan.busy[request.output_position] = 0
             words[CTAIL] = self._ctail = number  # the commit
             for request in requests:
                 ledger[MARK + request.slot] = request.position << 16 | request.attempts << 8 | DONE
             ledger[LEDGER_CTAIL] = number
         if words[WAITING]:  # the lock's release above is the fence
             self.ring()
+
+    def _publish(self, request: Request, number: int) -> None:
+        """Write completion `number`, and let go of slot and range: the client may reuse both after the commit."""
+        at = number & self._geometry.completion_mask
+        status = request.code | FINAL
+        if request.note:
+            status |= NOTED
+            start = self._geometry.notes * 8 + NOTE_BYTES * at
+            self._memory[start : start + NOTE_BYTES] = request.note.ljust(NOTE_BYTES, b"\0")
+        COMPLETION.pack_into(
+            self._memory,
+            self._completions + 64 * at,
+            number + 1,
+            request.position << 16 | request.slot,
+            status,
+            request.queue_ns,
+            request.input_ns,
+            request.infer_ns,
+            request.output_ns,
+            request.copied,
+        )
+        self.live[request.slot] = None
+        if request.started:
+            request.plan.busy[request.output_position] = 0  # type: ignore[union-attr]
 
     def ring(self) -> None:
         """Wake the client. A full pipe means it has been rung already, a broken one that it is gone."""
