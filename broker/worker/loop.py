@@ -69,6 +69,7 @@ class Loop:
 
     def attach(self, channel: WorkerChannel, recovered: Recovered) -> None:
         """Watch a channel whose recovery has run."""
+        self._block[statistics.RECOVERED] += len(recovered.suspects) + len(recovered.fresh)
         self.scheduler.adopt(recovered)
         self.channels = {**self.channels, channel.bell: channel}
         self._epoll.register(channel.bell, select.EPOLLIN | select.EPOLLET)
@@ -242,6 +243,8 @@ class Loop:
         requests = batch.requests
         for request in requests:
             request.channel.start(request)
+        if requests[0].attempts > 1:  # alone, as a suspect
+            batch.instance.block[statistics.RETRIED] += 1
         run_batch(batch.instance, requests)
         # The instance is free before its endings are published: a client that answers at once finds it free.
         self.scheduler.done(batch)
