@@ -33,10 +33,11 @@ if TYPE_CHECKING:
 class AsyncPlan:
     """A model, and where its inputs and outputs lie, checked once. Arguments are those of `Plan`."""
 
-    __slots__ = ("__weakref__", "_bound", "_client", "prepared", "recipe")
+    __slots__ = ("__weakref__", "_binding", "_bound", "_client", "prepared", "recipe")
 
     def __init__(self, client: AsyncClient, recipe: Recipe) -> None:
         self._client = client
+        self._binding = asyncio.Lock()
         self._bound: Bound[AsyncLane] | None = None
         self.recipe = recipe
         self.prepared: Prepared[AsyncLane] | None = None
@@ -96,6 +97,14 @@ class AsyncPlan:
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
+    async def _bind(self, timeout: float | None) -> Bound[AsyncLane]:
+        """One question to the broker for all tasks that start requests meanwhile."""
+        async with self._binding:
+            bound = self._bound
+            if bound is None:
+                bound = self._bound = await self._client.bind(self, timeout)
+            return bound
+
     async def _start(
         self,
         timeout: float | None,
@@ -105,9 +114,7 @@ class AsyncPlan:
         values: Sequence[npt.NDArray[Any]] | None = None,
     ) -> AsyncPending:
         deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
-        bound = self._bound
-        if bound is None:
-            bound = self._bound = await self._client.bind(self, timeout)
+        bound = self._bound or await self._bind(timeout)
         flags = check_options(*options) if any(options) else 0
         lease = None
         if bound.layout.bank is not None:

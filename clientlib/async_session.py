@@ -16,6 +16,7 @@ from shm.sockets import close_all
 
 T = TypeVar("T")
 BURST = 64  # datagrams read before the loop gets its turn
+CALLS = 64  # at a time: the broker hangs up on a session that has 256 unanswered ones
 
 
 @final
@@ -40,13 +41,14 @@ class _Reply:
 class AsyncSession:
     """Owns `sock`, a connected, non-blocking SEQPACKET socket."""
 
-    __slots__ = ("_loop", "_sending", "_session", "_sock")
+    __slots__ = ("_calls", "_loop", "_sending", "_session", "_sock")
 
     def __init__(self, sock: socket.socket, path: str, loop: asyncio.AbstractEventLoop) -> None:
         self._sock = sock
         self._session = Session(path)
         self._loop = loop
         self._sending = asyncio.Lock()
+        self._calls = asyncio.Semaphore(CALLS)
         loop.add_reader(sock, self._read)
 
     @property
@@ -75,7 +77,7 @@ class AsyncSession:
         future: asyncio.Future[Answer] = self._loop.create_future()
         number, data = self._session.request(call, _Reply(future))
         try:
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout_at(deadline), self._calls:
                 await self._send(data, call)
                 return await future
         except BaseException as error:
