@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import secrets
 import signal
 import sys
@@ -23,7 +24,7 @@ from broker.listener import Sessions
 from broker.models import UNAVAILABLE, Models
 from broker.options import Options, region_memory_bytes
 from broker.plans import Plans
-from broker.quota import Quota
+from broker.quota import MAX_REGIONS, Quota
 from broker.registry import Registry
 from broker.repository.protocol import LoadRequest
 from broker.run_directory import RunDirectory, RunDirectoryError
@@ -51,7 +52,11 @@ class Server:
         self._stop = asyncio.Event()
         version = distribution_version("tensorbroker")
         epoch = secrets.token_hex(8)
-        quota = Quota(region_memory_bytes(options.region_memory, memory_limit()))
+        quota = Quota(
+            region_memory_bytes(options.region_memory, memory_limit()),
+            # Each takes a descriptor, and sessions and channels need some too.
+            min(MAX_REGIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2),
+        )
         blocks = StatisticsBlocks(StatisticsPage.create())
         self._workers = Workers(blocks, model_load_deaths=options.model_load_deaths)
         self._models = Models(

@@ -15,6 +15,8 @@ import numpy as np
 import posix_ipc
 import pytest
 
+from shm.errors import Code
+from shm.layout import TAIL
 from tests.fakes.broker import (
     Ending,
     descriptor,
@@ -296,3 +298,38 @@ def test_a_client_that_never_reads_is_hung_up_and_others_are_served(broker):
     while (reply := deaf.receive()) is not None and reply["type"] != "Goodbye":
         replies += 1
     assert replies < 200_000
+
+
+def test_a_client_that_breaks_its_channel_is_told_and_hung_up(broker):
+    client, other = broker.client(), broker.client()
+    client.ask("OpenChannel", worker="cpu/default", slots=64)
+    memory, bell, _ = client.fds
+    with mmap.mmap(memory, os.fstat(memory).st_size) as channel:
+        channel[TAIL * 8 : TAIL * 8 + 8] = b"\xff" * 8
+        os.eventfd_write(bell, 1)
+        goodbye = client.receive()
+    assert goodbye["type"] == "Goodbye"
+    assert goodbye["reason"].startswith("channel ")
+    assert client.receive() is None
+    assert other.ask("ListRegions")["type"] == "Regions"
+
+
+def test_a_region_truncated_under_a_worker_is_an_error_of_its_requests(broker):
+    key = f"/tb-{secrets.token_hex(8)}"
+    memory = posix_ipc.SharedMemory(key, posix_ipc.O_CREX, size=4096)
+    try:
+        client = broker.client()
+        client.ask("RegisterSystem", name="r", key=key, byte_size=4096)
+        plan = prepare_add1(client)
+        channel = open_channel(client)
+        os.ftruncate(memory.fd, 0)
+        ending = Ending()
+        assert channel.submit(ending, plan["index"] | plan["generation"] << 32, 0, 0, 0, 0)
+        reap(channel, [ending])
+        assert ending.entry[2] & 0xFFFFFFFF == Code.INTERNAL
+        assert b"changed size" in ending.note
+        channel.close()
+        assert client.ask("Unregister", name="r")["type"] == "Done"
+    finally:
+        os.close(memory.fd)
+        posix_ipc.unlink_shared_memory(key)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import secrets
+import threading
 
 import posix_ipc
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from broker.quota import Quota
 from broker.records import Peer
 from broker.registry import Registry, record
+from shm import regions
 from shm.errors import InferError
 from shm.regions import create_pool
 
@@ -263,5 +265,53 @@ def test_identities_are_never_used_twice(registry):
             await registry.unregister(ALICE.session)
         assert len(seen) == 50
         assert len({region for region, _ in seen}) == 1  # but indexes are, so tables stay small
+
+    asyncio.run(scenario())
+
+
+def test_a_session_that_ends_while_pages_are_reserved_gives_all_back(registry, system_key, monkeypatch):
+    """The thread goes on with a descriptor of its own: numbers that are used again must not be touched by it."""
+    running, may_go_on, reserved = threading.Event(), threading.Event(), []
+
+    def slow_reserve(fd, offset, byte_size):
+        running.set()
+        may_go_on.wait(10)
+        reserved.append(os.fstat(fd).st_ino)
+
+    monkeypatch.setattr(regions, "reserve", slow_reserve)
+
+    async def scenario():
+        await asyncio.to_thread(lambda: None)
+        before = open_fds()
+        first = asyncio.create_task(registry.register_system(ALICE, "a", system_key, PAGE, 0))
+        await asyncio.to_thread(running.wait, 10)
+        inode = os.stat(f"/dev/shm{system_key}").st_ino
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert registry.quota.total == 0
+        others = [os.open("/dev/null", os.O_RDONLY) for _ in range(8)]
+        may_go_on.set()
+        await asyncio.to_thread(registry._threads.shutdown)
+        assert reserved == [inode]
+        for fd in others:
+            os.close(fd)
+        assert open_fds() == before
+
+    asyncio.run(scenario())
+
+
+def test_a_truncated_region_is_expelled(registry):
+    async def scenario():
+        worker = SlowWorker()
+        entry = pool(registry, ALICE, "a")
+        await registry.map_at(worker, [entry])
+        registry.expel(entry.generation)
+        registry.expel(12345)
+        while list(registry):  # noqa: ASYNC110  what is waited for is the loop's own work
+            await asyncio.sleep(0)
+        with pytest.raises(InferError):
+            registry.find(ALICE.session, "a")
+        assert worker.log[-1] == ("retire", *entry.identity)
 
     asyncio.run(scenario())

@@ -1,0 +1,172 @@
+"""Command lines: Triton's flags, its spellings, its refusals; and the log format."""
+
+import json
+import logging
+import re
+
+import pytest
+
+from broker import process_setup
+from broker.logs import MAX_MESSAGE, TritonFormatter
+from broker.options import UsageError, boolean, parse_serve, region_memory_bytes
+from broker.tables import ascii_table
+from broker.triton_flags import BOOLEAN, REPEATED, SINGLE
+
+REPOSITORY = "--model-repository=/models"
+
+
+def test_defaults():
+    options = parse_serve([REPOSITORY])
+    assert options.model_repository == ("/models",)
+    assert options.exit_timeout_secs == 30
+    assert options.exit_on_error
+    assert options.model_load_deaths == 5
+    assert options.without_effect == []
+
+
+def test_repositories_accumulate_under_both_names():
+    options = parse_serve(["--model-repository", "/a", "--model-store=/b", "--model-repository=/c"])
+    assert options.model_repository == ("/a", "/c", "/b")
+
+
+def test_a_repository_is_required():
+    with pytest.raises(UsageError, match=r"^--model-repository must be specified$"):
+        parse_serve(["--log-verbose=1"])
+
+
+@pytest.mark.parametrize("flag", sorted(SINGLE | REPEATED - {"model-repository", "model-store", "load-model"}))
+def test_every_triton_flag_with_a_value_is_accepted(flag):
+    value = {"log-format": "ISO8601", "model-control-mode": "none"}.get(flag, "1")
+    for arguments in ([f"--{flag}={value}"], [f"--{flag}", value]):
+        options = parse_serve([REPOSITORY, *arguments])
+        assert options.triton[flag] == (value,)
+
+
+@pytest.mark.parametrize("flag", sorted(BOOLEAN))
+def test_every_triton_bool_is_accepted_in_every_spelling(flag):
+    for value in ("true", "False", "on", "OFF", "1", "0"):
+        assert parse_serve([REPOSITORY, f"--{flag}={value}"]).triton[flag] == (value,)
+    assert parse_serve([REPOSITORY, f"--{flag}"]).triton[flag] == ("true",)
+    with pytest.raises(UsageError, match="invalid value for bool option: perhaps"):
+        parse_serve([REPOSITORY, f"--{flag}=perhaps"])
+
+
+def test_flags_without_effect_are_named_once_each():
+    options = parse_serve([REPOSITORY, "--http-port=1", "--http-port=2", "--exit-on-error=false", "--allow-grpc=0"])
+    assert options.without_effect == ["--allow-grpc", "--http-port"]
+    assert not options.exit_on_error
+    polling = parse_serve([REPOSITORY, "--model-control-mode=poll"])
+    assert polling.without_effect == ["--model-control-mode=poll"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--nonsense"], "Unexpected argument: --nonsense"),
+        (["--http-por=1"], "Unexpected argument: --http-por=1"),
+        (["stray"], "Unexpected argument: stray"),
+        (["--load-model=m"], "Error: Use of '--load-model' requires setting '--model-control-mode=explicit' as well."),
+        (["--http-max-input-size=0"], "Error: --http-max-input-size must be greater than 0."),
+        (["--exit-timeout-secs=soon"], "invalid value for --exit-timeout-secs: soon"),
+        (["--log-format=xml"], "invalid argument for --log-format, got: xml"),
+        (["--model-control-mode=magic"], "invalid argument for --model-control-mode: magic"),
+        (["--region-memory=lots"], "invalid value for --region-memory: lots"),
+        (["--region-memory=101%"], "invalid value for --region-memory: 101%"),
+    ],
+)
+def test_refusals(arguments, text):
+    with pytest.raises(UsageError) as refusal:
+        parse_serve([REPOSITORY, *arguments])
+    assert str(refusal.value).startswith(text)
+
+
+def test_settings_that_reach_the_loader():
+    options = parse_serve([REPOSITORY, "--strict-model-config=true", "--backend-config=default-max-batch-size=8"])
+    assert options.strict_model_config
+    assert options.default_max_batch_size == 8
+    options = parse_serve(
+        [
+            REPOSITORY,
+            "--disable-auto-complete-config",
+            "--backend-config=onnxruntime,default-max-batch-size=16",
+            "--backend-config=python,default-max-batch-size=2",
+        ]
+    )
+    assert options.strict_model_config
+    assert options.default_max_batch_size == 16
+
+
+def test_explicit_control():
+    options = parse_serve([REPOSITORY, "--model-control-mode=explicit", "--load-model=a", "--load-model=b"])
+    assert (options.model_control_mode, options.load_model) == ("explicit", ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0", 0),
+        ("1000", 1000),
+        ("64K", 65536),
+        ("64KiB", 65536),
+        ("1.5g", 3 << 29),
+        ("2T", 2 << 40),
+        ("50%", 500),
+        ("100 %", 1000),
+    ],
+)
+def test_region_memory(text, expected):
+    assert region_memory_bytes(text, 1000) == expected
+
+
+def test_boolean_spellings():
+    assert [boolean(text) for text in ("TRUE", "On", "1", "false", "off", "0")] == [True] * 3 + [False] * 3
+
+
+# --- log and tables -----------------------------------------------------------------------------------------------
+
+
+def line(style="default", level=logging.ERROR, text="failed %s", *arguments):
+    record = logging.LogRecord("broker", level, "/x/server.py", 57, text, arguments, None)
+    return TritonFormatter(style).format(record)
+
+
+def test_log_lines_are_tritons(monkeypatch):
+    assert re.fullmatch(
+        r'E[0-9]{4} \d\d:\d\d:\d\d\.\d{6} \d+ server\.py:57\] "failed to load"',
+        line("default", 40, "failed %s", "to load"),
+    )
+    assert line(level=logging.WARNING)[0] == "W"
+    assert line(level=logging.DEBUG)[0] == "I"
+    assert re.fullmatch(
+        r'\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ E \d+ server\.py:57\] "x"', line("ISO8601", logging.ERROR, "x")
+    )
+    monkeypatch.setenv("TRITON_SERVER_ESCAPE_LOG_MESSAGES", "0")
+    assert line("default", 40, "plain").endswith("] plain")
+
+
+def test_a_message_cannot_start_a_line_of_its_own():
+    forged = line("default", 40, "model '%s'", "m\r\nE1129 forged \x1b[31m")
+    assert "\n" not in forged
+    assert "\x1b" not in forged
+    assert json.loads(forged.partition("] ")[2]) == "model 'm\r\nE1129 forged \x1b[31m'"
+    assert len(line("default", 40, "x" * 100_000)) < MAX_MESSAGE + 200
+
+
+def test_ascii_table():
+    assert ascii_table(("Model", "N"), [("a", 1), ("longer", 20)]).splitlines() == [
+        "+--------+----+",
+        "| Model  | N  |",
+        "+--------+----+",
+        "| a      | 1  |",
+        "| longer | 20 |",
+        "+--------+----+",
+    ]
+
+
+def test_two_builds_of_one_runtime_are_complained_about(monkeypatch, caplog):
+    class Installed:
+        version = "1.2"
+
+    monkeypatch.setattr(process_setup, "distribution", lambda name: Installed)
+    process_setup.complain_about_runtimes()
+    assert "both onnxruntime 1.2 and onnxruntime-gpu 1.2 are installed" in caplog.text
