@@ -27,11 +27,6 @@ K = TypeVar("K", bound=Hashable)
 
 
 @final
-class NoAnswer(InferError):
-    """A worker, with its replacements, took too long."""
-
-
-@final
 class Wanted:
     """One thing that the process must have. `sent` and `done` are lives: 0 none, else the latest one."""
 
@@ -97,7 +92,8 @@ class DesiredState:
     ) -> None:
         """Record it and return when the current process has acknowledged it; what is there already is not sent again.
 
-        Raises InferError when the worker refuses, or does not answer in time; it is not wanted any more then.
+        Raises InferError when the worker refuses, or does not answer in time; it is not wanted any more then. A
+        process that was asked and did not answer in time hangs, so it is killed.
         """
         present = table.get(key)
         if present is None or present.message != wanted.message:
@@ -109,9 +105,12 @@ class DesiredState:
                 await self._bring(wanted)
         except BaseException as error:
             self.abandon(table, key, undo, wanted)
-            if isinstance(error, TimeoutError):
-                raise self._no_answer(wanted.message, limit_s) from None
-            raise
+            if not isinstance(error, TimeoutError):
+                raise
+            refusal = self._no_answer(wanted.message, limit_s)
+            if self.process is not None and wanted.sent == self.process.life != wanted.done:
+                self.process.kill(f"did not answer {type(wanted.message).__name__} within {limit_s:g} s")
+            raise refusal from None
 
     async def forget(self, table: dict[K, Wanted], key: K, undo: LinkMessage) -> None:
         """Take it back; returns when the current process has acknowledged that, or never had it."""
@@ -217,9 +216,9 @@ class DesiredState:
                 self.loading.discard(load)
         self.deaths.forget(load)
 
-    def _no_answer(self, message: LinkMessage, limit_s: float) -> NoAnswer:
+    def _no_answer(self, message: LinkMessage, limit_s: float) -> InferError:
         what = f"the worker did not answer {type(message).__name__} within {limit_s:g} s"
-        return NoAnswer(Code.UNAVAILABLE, f"{what} ({self._describe()})")
+        return InferError(Code.UNAVAILABLE, f"{what} ({self._describe()})")
 
 
 def supersedes(newer: Load, older: Load) -> bool:

@@ -18,7 +18,7 @@ from typing import Protocol, final
 from msgspec.structs import replace
 
 from broker.coroner import PlanBook, bury, end
-from broker.desired_state import ANSWER_S, STOPPING, DesiredState, NoAnswer, Wanted, supersedes
+from broker.desired_state import ANSWER_S, STOPPING, DesiredState, Wanted, supersedes
 from broker.records import ChannelRecord, RegionEntry
 from broker.repository.config import ModelConfig
 from broker.statistics_blocks import StatisticsBlocks
@@ -124,11 +124,7 @@ class Worker:
         message = LoadInstances(config=config, version=version, generation=generation, blocks=blocks)
         models = self._state.models
         self.instances.update(dict.fromkeys(blocks, config.hang_timeout_s))
-        try:
-            await self._state.have(models, load, Wanted(message), None, LOAD_S)
-        except NoAnswer:  # the load may still end, and nobody would know what is loaded then
-            self.kill(f"loading model '{config.name}' version {version} took more than {LOAD_S:g} s")
-            raise
+        await self._state.have(models, load, Wanted(message), None, LOAD_S)
         for older in [older for older in models if supersedes(load, older)]:
             del models[older]
 
@@ -228,7 +224,7 @@ class Worker:
             self._was_ready = False
             try:
                 process = state.process = await self._fork()
-            except StartFailed as error:
+            except (StartFailed, OSError) as error:  # OSError: no descriptors left
                 await self._after_failed_start(str(error))
                 continue
             await self._bring_up(process)
@@ -237,7 +233,10 @@ class Worker:
             process.close()
             state.process = None
             if not state.stopping.is_set():
-                await self._after_death(process.pid, ended)
+                try:
+                    await self._after_death(process.pid, ended)
+                except Exception:  # whoever was told of it may fail; the worker is replaced all the same
+                    _log.exception("worker '%s': its death was not dealt with", self.key)
         end(self._records.values(), STOPPING, time.monotonic_ns())
         self.state = "stopped"
         state.up.set()

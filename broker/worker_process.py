@@ -235,9 +235,11 @@ class WorkerProcess:
         while self._outbox:
             close_all(self._outbox.popleft()[1])
         self._link.close()
-        self._on_exit(self)
-        self.died.set()
-        for answer in (self.ready, *self._answers.values()):
-            if not answer.done():
-                answer.set_exception(ProcessDied())
-                answer.exception()  # nobody may be waiting; that is no error
+        try:
+            self._on_exit(self)
+        finally:
+            self.died.set()
+            for answer in (self.ready, *self._answers.values()):
+                if not answer.done():
+                    answer.set_exception(ProcessDied())
+                    answer.exception()  # nobody may be waiting; that is no error

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import final
 
 from broker.coroner import PlanBook
+from broker.desired_state import STOPPING
 from broker.logical_worker import Worker
 from broker.statistics_blocks import StatisticsBlocks
 from broker.supervision import HangWatch, Running, hang_limit_s
@@ -41,6 +42,7 @@ class Workers:
 
     __slots__ = (
         "_hangs",
+        "_stopping",
         "_watch",
         "_workers",
         "_zygote",
@@ -64,6 +66,7 @@ class Workers:
         self._workers: dict[str, Worker] = {}
         self._hangs = HangWatch()
         self._watch: asyncio.Task[None] | None = None
+        self._stopping = False
 
     def of(self, key: str) -> Worker:
         """Raises InferError NOT_FOUND."""
@@ -73,9 +76,14 @@ class Workers:
         return worker
 
     def start(self, key: str) -> Worker:
-        """The worker `key`, started if there is none yet. Returns at once; its methods wait until it is ready."""
+        """The worker `key`, started if there is none yet. Returns at once; its methods wait until it is ready.
+
+        Raises InferError UNAVAILABLE once the broker is stopping.
+        """
         worker = self._workers.get(key)
         if worker is None:
+            if self._stopping:
+                raise InferError(Code.UNAVAILABLE, STOPPING)
             worker = self._workers[key] = Worker(key, self, self._zygote)
             worker.start()
             if self._watch is None:
@@ -98,6 +106,7 @@ class Workers:
 
     async def stop(self, timeout: float) -> None:  # noqa: ASYNC109  one deadline for all workers, then they are killed
         """Drain every worker; kill what has not ended after `timeout` seconds; then the zygote. Leaves nothing."""
+        self._stopping = True
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait([self._watch])

@@ -126,7 +126,15 @@ class _Zygote:
         self._poll.register(self._wakeup, select.POLLIN)
 
     def serve(self) -> None:
-        """Returns when the broker has hung up."""
+        """Returns when the broker has hung up, and nothing that comes from us is left."""
+        try:
+            self._serve()
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        finally:
+            _end_children()
+
+    def _serve(self) -> None:
         while True:
             self._poll.poll()
             with contextlib.suppress(BlockingIOError):
@@ -202,6 +210,19 @@ class _Zygote:
         send(self._link, encode(message), fds)
 
 
+def _end_children() -> None:
+    """Workers, and all that they started: whatever loses its parent becomes ours, so this comes to an end."""
+    while True:
+        with open(f"/proc/self/task/{os.getpid()}/children") as listed:
+            pids = [int(pid) for pid in listed.read().split()]
+        if not pids:
+            return
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        for pid in pids:
+            os.waitpid(pid, 0)
+
+
 def _become_worker(link: int, zygote: int, entry: str) -> NoReturn:
     """Runs in the forked child."""
     code = 1
@@ -239,8 +260,7 @@ def main(link: socket.socket) -> None:
     if os.environ.get("TENSORBROKER_DEBUG") != "1":
         prctl(PR_SET_DUMPABLE, 0)  # inherited by workers: nobody of the same uid may open their memory or descriptors
     link.setblocking(True)
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        _Zygote(link).serve()
+    _Zygote(link).serve()
 
 
 if __name__ == "__main__":

@@ -134,7 +134,8 @@ class Zygote:
         self._life = life
         loop.add_reader(life.link, self._readable, life)
         loop.add_reader(life.pidfd, self._exited, life)
-        send(ours, zygote.encode(zygote.Preload(modules=self._modules, entry=self._entry)))
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is dead already: its pidfd will tell
+            send(ours, zygote.encode(zygote.Preload(modules=self._modules, entry=self._entry)))
         return life
 
     def _readable(self, life: _Life) -> None:

@@ -2,7 +2,8 @@
 
 Each message it gets is a line of JSON in the file named by TEST_JOURNAL. What loading a model does follows from the
 model's parameter `on_load`: a signal's name (it dies of it), "refuse", "hang" (its block of the statistics page shows a
-batch that runs), "silent" (no answer), or "NAME while FILE" (dies of the signal as long as the file exists).
+batch that runs), "silent" (no answer), "helper" (starts a process that ignores everything; its pid is in the journal),
+or "NAME while FILE" (dies of the signal as long as the file exists).
 """
 
 from __future__ import annotations
@@ -62,7 +63,14 @@ def _load(message: messages.LoadInstances, page: StatisticsPage) -> messages.Lin
         return messages.Refused(id=message.id, code="INTERNAL", message="cannot load this")
     if action == "silent":
         return None
-    if action == "hang":
+    if action == "helper":
+        helper = os.fork()
+        if helper == 0:
+            while True:
+                signal.pause()
+        with open(os.environ["TEST_JOURNAL"], "a") as journal:
+            journal.write(json.dumps({"pid": helper, "type": "helper"}) + "\n")
+    elif action == "hang":
         block = page.block(message.blocks[0])
         block[STARTED] = time.monotonic_ns()
         block[BATCH] = 3

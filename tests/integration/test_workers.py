@@ -76,9 +76,11 @@ def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Journal:
 
 
 @contextlib.asynccontextmanager
-async def running(book: Book | None = None, **options) -> AsyncIterator[Workers]:
+async def running(
+    book: Book | None = None, entry: str = "tests.fakes.link_worker", **options
+) -> AsyncIterator[Workers]:
     page = StatisticsPage.create()
-    workers = Workers(StatisticsBlocks(page), entry="tests.fakes.link_worker", **options)
+    workers = Workers(StatisticsBlocks(page), entry=entry, **options)
     workers.plans = book or Book()
     try:
         yield workers
@@ -396,7 +398,8 @@ def test_zygote_and_workers_die_with_the_broker(journal: Journal) -> None:
         broker.kill()
         for pidfd in pidfds:
             assert select.select([pidfd], [], [], 30)[0]
-            os.waitid(os.P_PIDFD, pidfd, os.WEXITED)  # adopted by this process
+            with contextlib.suppress(ChildProcessError):  # a worker may have been reaped by the zygote, else by us
+                os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
             os.close(pidfd)
 
 
@@ -439,6 +442,60 @@ async def test_a_worker_that_does_not_drain_is_killed(journal: Journal) -> None:
         await workers.stop(0.05)
         assert worker.state == "stopped"
         assert children() == []
+
+
+@in_loop
+async def test_helper_processes_end_with_their_worker(journal: Journal) -> None:
+    async with running() as workers:
+        worker = await load(workers, config(on_load="helper"))
+        (helper,) = (entry["pid"] for entry in journal.entries() if entry["type"] == "helper")
+        pidfd = os.pidfd_open(helper)
+        pid = worker.pid
+        worker.kill("a test")
+        await replaced(worker, pid)
+        assert select.select([pidfd], [], [], 30)[0]
+        os.close(pidfd)
+
+
+@in_loop
+async def test_a_module_that_starts_threads_is_left_to_the_workers(journal: Journal) -> None:
+    async with running(entry="tests.fakes.threaded_worker") as workers:
+        worker = await load(workers, config())
+        assert worker.state == "ready"
+        assert journal.types() == ["Start", "LoadInstances"]
+
+
+@in_loop
+async def test_a_worker_that_does_not_answer_is_killed(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("broker.logical_worker.LOAD_S", 0.3)
+    async with running() as workers:
+        worker = workers.start(KEY)
+        await until(lambda: worker.state == "ready")
+        with pytest.raises(InferError, match="did not answer LoadInstances within"):
+            await load(workers, config(on_load="silent"))
+        await until(lambda: worker.restarts == 1)
+        assert worker.last_death == "did not answer LoadInstances within 0.3 s"
+        await replaced(worker, None)
+        assert journal.types(worker.pid) == ["Start"]
+
+
+@in_loop
+async def test_requests_end_when_no_worker_can_be_started(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with Twin() as twin:
+        async with running() as workers:
+            worker = workers.start(KEY)
+            attaching = asyncio.create_task(worker.attach_channel(record_of(twin)))
+            client = twin.client()
+            _, pending = submit(client)
+            await until(lambda: client.reap() or bool(pending.finals))
+            assert pending.code == Code.UNAVAILABLE
+            assert pending.text == "worker 'cpu/default' cannot be started: the zygote ended: exit code 1"
+            assert worker.state == "backoff"
+        with pytest.raises(InferError, match="Server is stopping"):
+            await attaching
+        with pytest.raises(InferError, match="Server is stopping"):
+            workers.start("cpu/other")
 
 
 @in_loop
