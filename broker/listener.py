@@ -99,7 +99,8 @@ class Sessions:
         if uid not in self._allowed:
             self._refuse(connection, f"this broker serves uid {os.getuid()}, not uid {uid}")
         elif len(self._open) + len(self._ending) >= self.limit:
-            self._refuse(connection, f"too many sessions: the limit is {self.limit}; a larger `ulimit -n` for the broker raises it")
+            more = "a larger `ulimit -n` for the broker raises it"
+            self._refuse(connection, f"too many sessions: the limit is {self.limit}; {more}")
         else:
             try:
                 pidfd = sockets.peer_pidfd(connection)
