@@ -20,7 +20,7 @@ from examples.demo.models import MODELS, ONET, RNET, Model
 if TYPE_CHECKING:
     import clientlib
 
-SLOTS = 6  # frames in flight for each camera
+SLOTS = 4  # frames in flight for each camera
 ALIGNMENT = 64  # bytes; of each ring's beginning. Positions lie close, so neighbours can be one batch in place
 TIMEOUT = 5.0  # seconds; a frame that is older interests nobody
 

@@ -19,35 +19,39 @@ Batches = Mapping[str, Mapping[int, int]]
 """For each model: how many executions had which batch size."""
 
 HEADER = (
-    f"{'camera':<8} {'clip':<13} {'frames/s':>8} {'frame ms p50/p99':>17} {'request ms p50/p99':>19}"
-    f" {'copied B/request':>17} {'faces':>7} {'dropped':>8}"
+    f"{'':<5} {'clip':<12} {'frames/s':>8} {'frame ms':>11} {'request ms':>11}"
+    f" {'copied/req':>10} {'faces':>6} {'dropped':>7}"
 )
 
 
 def milliseconds(values: Sequence[int]) -> str:
     """`p50 / p99` of microseconds."""
-    return f"{percentile(values, 0.5) / 1000:.1f} / {percentile(values, 0.99) / 1000:.1f}"
+    return " / ".join(f"{ms:.1f}" if ms < 100 else f"{ms:.0f}" for ms in _median_and_tail(values))
+
+
+def _median_and_tail(values: Sequence[int]) -> tuple[float, float]:
+    return percentile(values, 0.5) / 1000, percentile(values, 0.99) / 1000
 
 
 def camera_line(tally: Tally) -> str:
-    """The live figures of one camera."""
+    """The live figures of one camera; it fits into 80 columns unless something failed."""
     line = (
-        f"{tally.name:<8} {tally.clip:<13} {tally.recent_rate():>8.1f} {milliseconds(tally.recent_frames()):>17}"
-        f" {milliseconds(tally.recent_requests()):>19} {tally.copied_per_request:>17,.0f} {tally.faces:>7}"
-        f" {tally.dropped:>8}"
+        f"{tally.name:<5} {tally.clip:<12} {tally.recent_rate():>8.1f} {milliseconds(tally.recent_frames()):>11}"
+        f" {milliseconds(tally.recent_requests()):>11} {tally.copied_per_request / 1000:>7,.0f} kB {tally.faces:>6}"
+        f" {tally.dropped:>7}"
     )
     return line + (f"  {tally.errors} errors: {tally.error}" if tally.errors else "")
 
 
-def batch_line(model: str, sizes: Mapping[int, int]) -> str:
-    """A model's executions by batch size, the most frequent sizes first."""
+def batch_line(sizes: Mapping[int, int]) -> str:
+    """A model's executions by batch size; of many sizes the most frequent ones."""
     executions = sum(sizes.values())
     if not executions:
-        return f"{model}: no batch yet"
+        return "no batch yet"
     mean = sum(size * count for size, count in sizes.items()) / executions
     common = sorted(sizes.items(), key=lambda item: -item[1])[:6]
     shares = "  ".join(f"{size}: {count / executions:.0%}" for size, count in sorted(common))
-    return f"{model}: {executions} executions, {mean:.1f} rows each on average   by rows  {shares}"
+    return f"{executions} batches of {mean:.1f} rows   {shares}"
 
 
 class Dashboard:
@@ -60,7 +64,7 @@ class Dashboard:
         self._started = time.monotonic()
         self._live = output.isatty()
         self._drawn = 0
-        self._due = 0.0
+        self._due = self._started + (0 if self._live else PLAIN_SECONDS)
 
     def update(self, tallies: Sequence[Tally], batches: Batches) -> None:
         """Draws, if it is time to."""
@@ -69,10 +73,10 @@ class Dashboard:
             return
         self._due = now + (TERMINAL_SECONDS if self._live else PLAIN_SECONDS)
         lines = [
-            f"{self._title}   {now - self._started:.0f} of {self._seconds:.0f} s",
+            f"{self._title}, {now - self._started:.0f} of {self._seconds:.0f} s   (ms: p50 / p99)",
             HEADER,
             *map(camera_line, tallies),
-            *(batch_line(model, sizes) for model, sizes in batches.items()),
+            *(f"{model:<5} {batch_line(sizes)}" for model, sizes in batches.items()),
         ]
         if self._live:
             columns = shutil.get_terminal_size().columns

@@ -35,11 +35,14 @@ class Broker:
     def __init__(self, repository: Path, directory: Path, log: Path) -> None:
         self.address = f"ipc://{directory}"
         self._log = log
+        program = Path(sys.executable).with_name("tensorbroker")
+        if not program.exists():
+            raise DemoError(f"there is no {program}: install the project into this environment (`make demo` does)")
         flags = ["serve", "--model-repository", str(repository), "--directory", str(directory)]
-        self.command = " ".join(["tensorbroker", *flags])
+        self.command = " ".join([program.name, *flags])
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "broker", *flags],
+                [str(program), *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

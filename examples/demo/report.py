@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from examples.demo.dashboard import Batches, milliseconds
+from examples.demo.dashboard import Batches, batch_line, milliseconds
 from examples.demo.tally import Tally, percentile
 
 TILE_HEIGHT = 360
@@ -13,21 +14,32 @@ CAPTION_HEIGHT = 26
 BOX_COLOUR, POINT_COLOUR = (64, 255, 96), (255, 224, 64)
 
 
-def table(tallies: Sequence[Tally]) -> str:
-    """One row for each camera and model: requests, latency, copied bytes; and the camera's frames and faces."""
+def table(tallies: Sequence[Tally], batches: Batches) -> str:
+    """One row for each camera, then one for each model over all cameras. Latencies in ms, p50 / p99."""
     lines = [
-        f"{'camera':<8} {'clip':<13} {'frames':>7} {'frames/s':>8} {'dropped':>8} {'faces':>7} {'errors':>7}"
-        f" {'frame ms p50/p99':>17}   {'model':<6} {'requests':>8} {'ms p50/p99':>13} {'copied B/request':>17}"
+        f"{'':<5} {'clip':<12} {'frames':>6} {'frames/s':>8} {'dropped':>7} {'faces':>6} {'errors':>6} {'frame ms':>11}"
+        f" {'requests':>8} {'request ms':>11} {'copied/req':>10}"
     ]
     for tally in tallies:
-        left = (
-            f"{tally.name:<8} {tally.clip:<13} {len(tally.frame_microseconds):>7} {tally.rate():>8.1f}"
-            f" {tally.dropped:>8} {tally.faces:>7} {tally.errors:>7} {milliseconds(tally.frame_microseconds):>17}"
+        requests = [value for values in tally.request_microseconds.values() for value in values]
+        lines.append(
+            f"{tally.name:<5} {tally.clip:<12} {len(tally.frame_microseconds):>6} {tally.rate():>8.1f}"
+            f" {tally.dropped:>7} {tally.faces:>6} {tally.errors:>6} {milliseconds(tally.frame_microseconds):>11}"
+            f" {len(requests):>8} {milliseconds(requests):>11} {tally.copied_per_request / 1000:>7,.0f} kB"
         )
-        for model, values in tally.request_microseconds.items():
-            copied = tally.copied_bytes[model] / max(1, len(values))
-            lines.append(f"{left}   {model:<6} {len(values):>8} {milliseconds(values):>13} {copied:>17,.0f}")
-            left = " " * len(left)
+    lines += [
+        f"{tally.name}: {tally.errors} frames failed, the last one by {tally.error}"
+        for tally in tallies
+        if tally.errors
+    ]
+    lines.append("")
+    for model, sizes in batches.items():
+        values = [value for tally in tallies for value in tally.request_microseconds.get(model, ())]
+        copied = sum(tally.copied_bytes[model] for tally in tallies) / max(1, len(values)) / 1000
+        lines.append(
+            f"{model:<5} {len(values):>6} requests {milliseconds(values):>11} ms {copied:>7,.0f} kB copied each   "
+            f"{batch_line(sizes)}"
+        )
     return "\n".join(lines)
 
 
@@ -44,7 +56,7 @@ REASONS = {
 def copy_table(copies: Mapping[str, Mapping[str, int]]) -> str:
     """What the broker copied, by model and reason, and why; `copies` in bytes."""
     lines = [
-        f"  {model:<6} {reason:<8} {size / 1e6:>9,.1f} MB  {REASONS.get(reason, '')}"
+        f"  {model:<5} {reason:<8} {size / 1e6:>9,.1f} MB   {REASONS.get(reason, '')}"
         for model, reasons in copies.items()
         for reason, size in reasons.items()
         if size
@@ -112,11 +124,11 @@ def plot(tallies: Sequence[Tally], batches: Batches, path: Path) -> None:
         points = [(at - start, frames) for at, frames in tally.seconds if frames]
         at = [x for x, _ in points]
         (line,) = over_time.plot(at, [percentile(f, 0.5) / 1000 for _, f in points], label=f"{tally.name} {tally.clip}")
-        worst = [percentile(f, 0.99) / 1000 for _, f in points]
+        worst = [max(frames) / 1000 for _, frames in points]
         over_time.plot(at, worst, color=line.get_color(), alpha=0.35, linewidth=0.8)
-    over_time.set(title="frame to faces: p50 (strong) and p99 (pale), each half second", xlabel="s", ylabel="ms")
-    over_time.set_ylim(bottom=0)
-    over_time.legend(loc="upper right")
+    over_time.set(title="frame to faces: p50 (strong) and worst (pale) of each half second", xlabel="s", ylabel="ms")
+    over_time.set_ylim(0, over_time.get_ylim()[1] * 1.15)
+    over_time.legend(loc="upper center", ncol=4)
 
     for model in batches:
         values = sorted(v for tally in tallies for v in tally.request_microseconds.get(model, ()))
@@ -130,10 +142,11 @@ def plot(tallies: Sequence[Tally], batches: Batches, path: Path) -> None:
     for model, counts in batches.items():
         total = sum(counts.values()) or 1
         rows = sorted(counts)
-        sizes.plot(rows, [counts[n] / total for n in rows], marker="o", markersize=3, label=model)
-    sizes.set(title="rows in an execution", xlabel="rows", ylabel="share of executions", xscale="log")
+        below = list(itertools.accumulate(counts[n] / total for n in rows))
+        sizes.step(rows, below, where="post", label=f"{model}: {total} batches")
+    sizes.set(title="batches", xlabel="rows", ylabel="share of batches with at most so many rows", xscale="log")
     sizes.grid(alpha=0.3)
-    sizes.legend()
+    sizes.legend(loc="lower right")
 
     figure.tight_layout()
     figure.savefig(path, dpi=110)

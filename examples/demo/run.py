@@ -17,7 +17,7 @@ from pathlib import Path
 import clientlib
 from examples import assets
 from examples.demo import models, records, report
-from examples.demo.dashboard import Batches, Dashboard, batch_line
+from examples.demo.dashboard import Batches, Dashboard
 from examples.demo.interrupts import Interrupts, Stopped
 from examples.demo.processes import Broker, CameraProcess, DemoError
 from examples.demo.tally import Tally
@@ -75,6 +75,8 @@ class Scene:
         """Ends the cameras, whatever they are doing."""
         self._selector.close()
         for camera in self._cameras:
+            camera.finish()  # all at once, so that they end side by side
+        for camera in self._cameras:
             camera.stop()
 
     def _hear(self, seconds: float) -> list[CameraProcess]:
@@ -116,8 +118,7 @@ def run(cameras: int, seconds: float, output: Path, interrupts: Interrupts) -> N
             scratch = Path(tempfile.mkdtemp(prefix="tensorbroker-demo-"))
             stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         scene = _play(cameras, seconds, files, scratch, interrupts)
-        print(f"\n{report.table(scene.tallies)}\n")
-        print("\n".join(batch_line(model, sizes) for model, sizes in scene.batches.items()))
+        print(f"\n{report.table(scene.tallies, scene.batches)}")
         print(f"\n{report.copy_table(scene.copies)}\n")
         _write_pictures(scene, output)
     print(f"done in {time.monotonic() - started:.0f} s")
@@ -135,7 +136,7 @@ def _play(cameras: int, seconds: float, files: dict[str, Path], scratch: Path, i
             client = broker.connect()
             stack.callback(client.close)
             print(f"broker ready, models: {', '.join(client.models())}\n")
-            title = f"{cameras} cameras, one broker, MTCNN face detection"
+            title = f"{cameras} cameras, one broker"
             scene = Scene(broker, client, Dashboard(sys.stdout, title, seconds))
             stack.callback(scene.close)
             for number in range(cameras):

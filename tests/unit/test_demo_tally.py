@@ -76,8 +76,8 @@ def test_what_is_no_record_is_refused(line):
 
 
 def test_batch_line_gives_the_mean_and_the_shares():
-    line = dashboard.batch_line("pnet", {1: 2, 4: 6, 2: 2})
-    assert "10 executions" in line
-    assert "3.0 rows" in line
+    line = dashboard.batch_line({1: 2, 4: 6, 2: 2})
+    assert "10 batches" in line
+    assert "of 3.0 rows" in line
     assert "1: 20%  2: 20%  4: 60%" in line
-    assert dashboard.batch_line("pnet", {}) == "pnet: no batch yet"
+    assert dashboard.batch_line({}) == "no batch yet"
