@@ -127,8 +127,8 @@ def plot(tallies: Sequence[Tally], batches: Batches, path: Path) -> None:
         worst = [max(frames) / 1000 for _, frames in points]
         over_time.plot(at, worst, color=line.get_color(), alpha=0.35, linewidth=0.8)
     over_time.set(title="frame to faces: p50 (strong) and worst (pale) of each half second", xlabel="s", ylabel="ms")
-    over_time.set_ylim(0, over_time.get_ylim()[1] * 1.15)
-    over_time.legend(loc="upper center", ncol=4)
+    over_time.set_ylim(0, over_time.get_ylim()[1] * 1.2)
+    over_time.legend(loc="upper center", ncol=2)
 
     for model in batches:
         values = sorted(v for tally in tallies for v in tally.request_microseconds.get(model, ()))
