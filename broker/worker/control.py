@@ -20,7 +20,8 @@ from broker.worker import messages
 from broker.worker.link import Link
 from broker.worker.loop import DEPOSE_NS, Loop
 from broker.worker.models import ModelTable
-from broker.worker.plans import Plan, drop_rival, make_rivals
+from broker.worker.overlap import Crowds
+from broker.worker.plans import Plan
 from broker.worker.regions import RegionTable
 from shm import recovery, sockets
 from shm.errors import Code, InferError
@@ -42,8 +43,11 @@ class Control:
         self._watch_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._loop = Loop(page.block(own_block), self._report_broken, self._watch_fd)
         self._regions = RegionTable()
+        self._crowds = Crowds()
+        self._leaving: list[Plan] = []  # closed plans whose memory is let go when their last request has ended
         self._plans: dict[int, dict[int, Plan]] = {}  # session → plan word → plan
         self._channels: dict[int, WorkerChannel] = {}
+        self._sessions: dict[int, int] = {}  # channel → session
         self._fds: dict[int, tuple[int, int]] = {}  # channel → its doorbell and pipe
         self._models = ModelTable(self._loop)
         self._waits: list[tuple[Callable[[], bool], Callable[[], None]]] = []
@@ -58,7 +62,7 @@ class Control:
         poll.register(self._link.fileno(), select.POLLIN)
         poll.register(self._watch_fd, select.POLLIN)
         while True:
-            timeout: int | None = LOOK_MS if self._waits else None
+            timeout: int | None = LOOK_MS if self._waits or self._leaving else None
             if timeout is None and self._loop.busy:
                 timeout = DEPOSE_NS // 1_000_000
             for fd, _ in poll.poll(timeout):
@@ -98,6 +102,8 @@ class Control:
         self._waits.append((ready, then))
 
     def _look(self) -> None:
+        if self._leaving:
+            self._let_go()
         if not self._waits:
             return
         waiting, self._waits = self._waits, []
@@ -170,7 +176,7 @@ class Control:
             for plan in self._all_plans():
                 if plan.names(region):
                     plan.close(verdict)
-                    self._forget_later(plan)
+                    self._leaving.append(plan)
         return True
 
     def _on_BindPlan(self, message: messages.BindPlan, fds: list[int]) -> bool:
@@ -181,7 +187,7 @@ class Control:
             known.refused_until_ns = message.refused_until_ns
             return True
         plan = Plan(message, self._regions, self._loop.live_requests)
-        make_rivals(plan, self._all_plans())
+        self._crowds.enter(plan)
         self._models.bind(plan)
         plans[key] = plan
         return True
@@ -190,17 +196,25 @@ class Control:
         plan = self._plans.get(message.session, {}).pop(message.index | message.generation << 32, None)
         if plan is not None:
             plan.close(plan.closed or (Code.NOT_FOUND, "the plan was released"))
-            drop_rival(plan)
-            self._forget_later(plan)
+            self._leaving.append(plan)
+            self._prune(message.session)
         return message.id > 0
 
-    def _forget_later(self, plan: Plan) -> None:
-        """Unmap when the plan's last request has ended."""
+    def _prune(self, session: int) -> None:
+        """Forget a session that has neither plans nor channels. (A channel holds on to the table of its plans.)"""
+        if not self._plans.get(session) and session not in self._sessions.values():
+            self._plans.pop(session, None)
 
-        def unused() -> bool:
-            return all(request.plan is not plan for request in self._loop.live_requests())
-
-        self._when(unused, plan.forget_memory)
+    def _let_go(self) -> None:
+        """Unmap what closed plans hold, once the last request of each has ended."""
+        live = {id(request.plan) for request in self._loop.live_requests()}
+        leaving, self._leaving = self._leaving, []
+        for plan in leaving:
+            if id(plan) in live:
+                self._leaving.append(plan)
+            else:
+                self._crowds.leave(plan)
+                plan.forget_memory()
 
     # --- channels -----------------------------------------------------------------------------------------------
 
@@ -209,6 +223,7 @@ class Control:
         plans = self._plans.setdefault(message.session, {})
         channel = WorkerChannel(memory, ledger, bell, pipe, message.slots, plans, message.channel)
         self._channels[message.channel] = channel
+        self._sessions[message.channel] = message.session
         self._fds[message.channel] = (bell, pipe)
         del fds[2:]  # kept; the other two are mapped and can be closed
         self._loop.attach(channel, recovery.recover(channel, _now()))
@@ -226,6 +241,7 @@ class Control:
         def gone() -> None:
             sockets.close_all(self._fds.pop(message.channel))
             channel.close()
+            self._prune(self._sessions.pop(message.channel))
             self._acknowledge(message.id)
 
         self._when(idle, gone)

@@ -6,19 +6,20 @@ there, so that admission is a few comparisons.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
+from broker.worker import overlap
 from broker.worker.messages import BindPlan, PlanTensor
 from broker.worker.model import MISSING, LoadedModel
+from broker.worker.overlap import LiveRequests
 from broker.worker.regions import Region, RegionTable
 from shm import datatypes, views
 from shm.errors import Code, InferError
 from shm.views import Placement
-from shm.worker_channel import Request, Verdict
+from shm.worker_channel import Verdict
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -27,7 +28,7 @@ Bytes = npt.NDArray[np.uint8]
 class PlacedTensor:
     """A tensor of a plan on mapped memory."""
 
-    __slots__ = ("aligned", "copied", "datatype", "name", "open", "place", "region", "row_bytes", "shape")
+    __slots__ = ("_span", "aligned", "copied", "datatype", "name", "open", "place", "region", "row_bytes", "shape")
 
     def __init__(self, tensor: PlanTensor, region: Region, place: Placement, batched: bool) -> None:
         spec = tensor.spec
@@ -41,6 +42,7 @@ class PlacedTensor:
         address = region.bytes.__array_interface__["data"][0] + place.offset
         self.aligned = address % item == 0 and place.stride % item == 0
         self.copied = False  # inputs: copy before the run (set by the plan from the model's policy)
+        self._span = region.identity, place.shifted(region.info.offset)
         self.row_bytes = place.byte_size // spec.shape[0] if batched and not self.open and spec.shape[0] > 0 else 0
 
     def memory(self, position: int, rows: int = 0) -> Bytes:
@@ -55,7 +57,7 @@ class PlacedTensor:
 
     def span(self) -> tuple[tuple[int, int], Placement]:
         """Identity of the memory and the place counted from the start of its file, to compare across regions."""
-        return self.region.identity, self.place.shifted(self.region.info.offset)
+        return self._span
 
 
 @final
@@ -67,6 +69,7 @@ class Plan:
         "bindings",
         "busy",
         "closed",
+        "crowded",
         "generation",
         "index",
         "input_positions",
@@ -79,9 +82,7 @@ class Plan:
         "outputs",
         "refused_until_ns",
         "retryable",
-        "rivals",
         "rows",
-        "self_rival",
         "session",
         "shared",
         "signature",
@@ -106,8 +107,7 @@ class Plan:
         self.inputs = tuple(_placed(t, regions, message.input_positions, False, message) for t in message.inputs)
         self.outputs = tuple(_placed(t, regions, message.output_positions, True, message) for t in message.outputs)
         self.shared = tuple({t.region for t in (*self.inputs, *self.outputs) if t.region.info.kind == "system"})
-        self.rivals: list[Plan] = []
-        self.self_rival = _meet(self.outputs, self.inputs)
+        self.crowded = False
         self.bindings: dict[tuple[int, int, int, int], Any] = {}  # Execution, by instance number, positions, rows
         self.staging: dict[tuple[int, str], Bytes] = {}  # private copies of inputs, by instance number and name
         self.signature: object = None
@@ -118,8 +118,8 @@ class Plan:
         """Promise 1: an output range may not overlap any range of a live request."""
         if self.busy[output_position]:
             return f"output position {output_position} overlaps the output of a request that is still in flight"
-        if self.self_rival or self.rivals:
-            return self._scan(input_position, output_position)
+        if self.crowded:
+            return overlap.scan(self, input_position, output_position, self.live())
         return ""
 
     def close(self, verdict: Verdict) -> None:
@@ -129,27 +129,7 @@ class Plan:
 
     def simplify(self) -> None:
         """Decide again whether admission may skip everything but the busy flag."""
-        self.simple = not (self.closed or self.rivals or self.self_rival or self.shared)
-
-    def _scan(self, input_position: int, output_position: int) -> str:
-        if self.self_rival and (name := _clash(self, output_position, self, input_position)):
-            return f"output '{name}' overlaps an input of the same request"
-        rivals = {id(plan) for plan in self.rivals}
-        if self.self_rival:
-            rivals.add(id(self))
-        for request in self.live():
-            plan = request.plan
-            if plan is None or id(plan) not in rivals or not request.started:
-                continue
-            assert isinstance(plan, Plan)
-            name = (
-                _clash(self, output_position, plan, request.input_position)
-                or _clash_outputs(self, output_position, plan, request.output_position)
-                or _clash(plan, request.output_position, self, input_position)
-            )
-            if name:
-                return f"output '{name}' overlaps memory that a request still in flight reads or writes"
-        return ""
+        self.simple = not (self.closed or self.crowded or self.shared)
 
     def changed_size(self) -> str:
         """The name of a system region of this plan that was truncated, or ""."""
@@ -191,59 +171,9 @@ def adopt(plan: Plan, model: LoadedModel, signatures: dict[object, object]) -> N
     plan.simplify()
 
 
-LiveRequests = Callable[[], Iterable[Request]]
-
-
-def make_rivals(plan: Plan, others: Iterable[Plan]) -> None:
-    """Find the plans whose ranges could overlap this one's, now, so that admission need not look at all others."""
-    for other in others:
-        if other is plan or other.closed is not None:
-            continue
-        if _meet(plan.outputs, other.inputs) or _meet(plan.outputs, other.outputs) or _meet(other.outputs, plan.inputs):
-            plan.rivals.append(other)
-            other.rivals.append(plan)
-            other.simple = False
-
-
-def drop_rival(plan: Plan) -> None:
-    """Forget a plan that was dropped."""
-    for other in plan.rivals:
-        other.rivals = [rival for rival in other.rivals if rival is not plan]
-        other.simplify()
-    plan.rivals = []
-
-
 def _placed(tensor: PlanTensor, regions: RegionTable, positions: int, output: bool, message: BindPlan) -> PlacedTensor:
     region = regions.get(tensor.region, tensor.generation)
     if region is None:
         raise InferError(Code.NOT_FOUND, f"Unable to find shared memory region: '{tensor.spec.region}'")
     place = views.resolve(tensor.spec, region.info.byte_size, positions, output=output)
     return PlacedTensor(tensor, region, place, message.rows > 0)
-
-
-def _meet(a: Iterable[PlacedTensor], b: Iterable[PlacedTensor]) -> bool:
-    spans = [tensor.span() for tensor in b]
-    for tensor in a:
-        identity, place = tensor.span()
-        if any(identity == other and views.meets(place, where) for other, where in spans):
-            return True
-    return False
-
-
-def _clash(writer: Plan, output_position: int, reader: Plan, input_position: int) -> str:
-    return _touching(writer.outputs, output_position, reader.inputs, input_position)
-
-
-def _clash_outputs(plan: Plan, position: int, other: Plan, other_position: int) -> str:
-    return _touching(plan.outputs, position, other.outputs, other_position)
-
-
-def _touching(a: Iterable[PlacedTensor], i: int, b: Iterable[PlacedTensor], j: int) -> str:
-    b = tuple(b)
-    for tensor in a:
-        identity, place = tensor.span()
-        for other in b:
-            other_identity, where = other.span()
-            if identity == other_identity and views.touches(place, i, where, j):
-                return tensor.name
-    return ""
