@@ -51,8 +51,9 @@ class Lane:
         The caller holds the role.
         """
         self.channel.reap()  # what was completed before the end
+        text = self.error.message if self.error is not None else GONE
         for pending in self.channel.abandoned():
-            pending.settle((0, 0, Code.UNAVAILABLE | FINAL, 0, 0, 0, 0, 0), GONE.encode())
+            pending.settle((0, 0, Code.UNAVAILABLE | FINAL, 0, 0, 0, 0, 0), text.encode())
         self._left.channel_gone()
 
     def leave_role(self) -> None:

@@ -277,7 +277,9 @@ def sketch(recipe: Recipe, model: ModelMetadata) -> Sketch:
         if ref is not None:
             outputs.append(_given_output(name, ref, shape))
         elif shapes.is_open(metadata.datatype, shape):
-            outputs.append(_Tensor(name, metadata.datatype, shape, aligned(recipe.rooms.get(name, first_room))))
+            # A size of 0 leaves no byte to make room for, whatever the others turn out to be.
+            room = 0 if 0 in shape else aligned(recipe.rooms.get(name, first_room))
+            outputs.append(_Tensor(name, metadata.datatype, shape, room))
         else:
             outputs.append(_Tensor(name, metadata.datatype, shape, datatypes.byte_size(metadata.datatype, shape)))
     return Sketch(recipe, inputs, outputs)

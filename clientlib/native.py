@@ -51,8 +51,8 @@ class Native(Generic[L]):
         self._make_region = make_region
         self._lock = threading.Lock()  # for the set: adding while another thread goes through it is an error
         self._plans: weakref.WeakSet[PlanState[L]] = weakref.WeakSet()
-        # Appended to when a plan is collected, in any thread; sent with the next call.
-        self._released: list[Prepared[L]] = []
+        # (link, index, generation), appended to when a plan is collected, in any thread; sent with the next prepare.
+        self._released: list[tuple[Link[L], int, int]] = []
         process.tell_after_fork(self)
 
     # --- life ------------------------------------------------------------------------------------------------------
@@ -67,6 +67,7 @@ class Native(Generic[L]):
         """`link` is of no use any more: the next call makes a new one."""
         if self.link is link:
             self.link = None
+            self._released = []
             link.session.close()
             self._unbind_all()
 
@@ -76,15 +77,17 @@ class Native(Generic[L]):
             return
         self.closed = True
         link, self.link = self.link, None
+        self._released = []
         self._unbind_all()
         if link is not None:
-            link.session.close()
             for lane in link.lanes.all():
                 lane.close()
+            link.session.close()
         for region in (*self.regions.values(), *self._store.regions()):
             region.release_fd()
             region.retired = "lost when the client was closed"
         self.regions.clear()
+        self._store = Store()
 
     def leave_to_parent(self) -> None:
         """In a forked child: nothing of this client works here."""
@@ -314,10 +317,11 @@ class Native(Generic[L]):
 
     def released(self, prepared: Prepared[L]) -> None:
         """Nobody will use this preparation any more. Any thread, any time."""
-        self._released.append(prepared)
+        if prepared.link is self.link:
+            self._released.append((prepared.link, prepared.index, prepared.generation))
 
     def _release_dropped(self, link: Link[L]) -> Procedure[None]:
         dropped, self._released = self._released, []
-        for prepared in dropped:
-            if prepared.link is link:
-                yield Call(messages.Release(index=prepared.index, generation=prepared.generation))
+        for prepared_on, index, generation in dropped:
+            if prepared_on is link:
+                yield Call(messages.Release(index=index, generation=generation))

@@ -1,10 +1,11 @@
 """A broker and its worker as one thread of the test's own process, over a real socket, real memory and real channels.
 
-It answers what a client asks, knows four models, and does as told: hold requests back, hang up, come back under a new
+It answers what a client asks, knows five models, and does as told: hold requests back, hang up, come back under a new
 epoch. No models are loaded and nothing is checked that the real broker checks.
 
     double   y = 2 * x, FP32 [-1, -1]         twice   y = 2 * x, FP32 [-1, 4], max_batch_size 8
     nonzero  i = numpy.nonzero(x), open       echo    BYTES in, BYTES out
+    spread   y = x, 40,000 times over: more than any client reserves at first
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from shm import datatypes, messages, sockets
@@ -48,6 +50,7 @@ MODELS = {
         _model("double", _tensor("x", "FP32", (-1, -1), ("a", "b")), _tensor("y", "FP32", (-1, -1), ("a", "b"))),
         _model("twice", _tensor("x", "FP32", (-1, 4), ("", "")), _tensor("y", "FP32", (-1, 4), ("", "")), batch=8),
         _model("nonzero", _tensor("x", "FP32", (-1,), ("n",)), _tensor("i", "INT64", (1, -1), ("", "?i:1"))),
+        _model("spread", _tensor("x", "FP32", (-1,), ("n",)), _tensor("y", "FP32", (-1,), ("?y:0",))),
         _model("echo", _tensor("x", "BYTES", (-1,), ("n",)), _tensor("y", "BYTES", (-1,), ("n",))),
     )
 }
@@ -85,6 +88,9 @@ class _Plan:
                 indexes = np.stack(np.nonzero(x))
                 result = indexes.astype(np.int64).reshape(-1).view(np.uint8)
                 note = struct.pack("<3Q", 2, *indexes.shape)
+            elif self.model == "spread":
+                result = np.tile(x, 40_000).view(np.uint8)
+                note = struct.pack("<2Q", 1, 40_000 * x.size)
             else:
                 result = (2 * x).view(np.uint8)
                 if request.rows:
@@ -120,14 +126,14 @@ class _Session:
 
 
 class SmallBroker:
-    """Listens in `directory`. `hold` keeps taken requests; `requests` counts what was taken."""
+    """Listens in `directory`. `hold` keeps taken requests; `completed` counts those that ran."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.epoch = 0
         self.hold = False
         self.starting = False  # greet nobody
-        self.taken = 0
+        self.completed = 0
         self.calls: list[str] = []
         self.answers: dict[str, Callable[[Any], Any]] = {}  # what to answer instead, by type of request
         self._held: list[Request] = []
@@ -172,6 +178,7 @@ class SmallBroker:
             self._turn()
         for session in self._sessions:
             session.close()
+        self._sessions.clear()  # a mapping keeps a descriptor
         self._held.clear()
         self._listener.close()
 
@@ -205,7 +212,6 @@ class SmallBroker:
             os.eventfd_read(channel.bell)
         out: list[Request] = []
         notable = channel.take(64, time.monotonic_ns(), out)
-        self.taken += len(out)
         for request, was_admitted in notable:
             if was_admitted:
                 request.fail(Code.CANCELLED, "the request was cancelled")
@@ -221,6 +227,7 @@ class SmallBroker:
         assert isinstance(request.plan, _Plan)
         request.plan.run(request)
         request.channel.complete([request])
+        self.completed += 1
 
     def _listen(self, session: _Session) -> None:
         try:
@@ -269,7 +276,8 @@ class SmallBroker:
             case messages.ShareRegion():
                 return messages.Token(token="token")
             case messages.ListRegions():
-                records = [messages.RegionRecord(name=n, kind="pool", byte_size=m.byte_size) for n, m in session.memories.items()]
+                sizes = {name: memory.byte_size for name, memory in session.memories.items()}
+                records = (messages.RegionRecord(name=n, kind="pool", byte_size=s) for n, s in sizes.items())
                 return messages.Regions(regions=tuple(records))
             case Prepare():
                 return self._prepare(session, asked)
@@ -302,9 +310,7 @@ class SmallBroker:
         self._generation += 1
         plan = _Plan(asked, dict(session.memories))
         session.plans[7 | self._generation << 32] = plan
-        return messages.Prepared(
-            index=7, generation=self._generation, worker=WORKER, model_version="1", rows=plan.rows
-        )
+        return messages.Prepared(index=7, generation=self._generation, worker=WORKER, model_version="1", rows=plan.rows)
 
     def _open_channel(self, session: _Session, slots: int, out: list[int]) -> Any:
         slots = 1 << (slots - 1).bit_length()
@@ -321,6 +327,4 @@ class SmallBroker:
 
 
 def _with_id(reply: Any, number: int) -> Any:
-    import msgspec
-
     return reply if isinstance(reply, messages.Starting) else msgspec.structs.replace(reply, id=number)
