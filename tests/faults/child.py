@@ -1,8 +1,8 @@
 """A process of a test's own that runs one function of an importable module: offenders, canaries, owners of memory.
 
 The function is called with the keyword arguments of its first message; what it returns (JSON) is the result. While it
-runs, `say` and `hear` exchange values with the test. `result` carries `valid`: whether a plain request of the same
-process succeeds afterwards. Run by `tests.faults.lab.Child`.
+runs, `say` and `hear` exchange values with the test. With `valid`, a plain request of the same process must succeed
+afterwards. Forked from a nursery (`tests.faults.nursery`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import sys
 import traceback
 from multiprocessing.connection import Connection
@@ -63,11 +64,15 @@ def _send(kind: str, value: Any) -> None:
     _line.send_bytes(json.dumps({"kind": kind, "value": value}).encode())
 
 
-def main() -> None:
+def live(line: int, log: int) -> None:
+    """The life of a child, from its fork to its end."""
     global _line
     parent = os.getppid()
-    _line = Connection(int(sys.argv[1]))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.setsid()
+    for fd in (1, 2):
+        os.dup2(log, fd)
+    os.close(log)
+    _line = Connection(line)
     orders = json.loads(_line.recv_bytes())
     module, name = orders["function"].split(":")
     function = getattr(importlib.import_module(module), name)
@@ -85,9 +90,32 @@ def main() -> None:
         _send("result", value)
     except BaseException:
         _send("crash", traceback.format_exc())
-        raise
+
+
+def nursery(control: socket.socket) -> None:
+    """Fork a child for every pair of descriptors that comes, and answer with its pid; until hang-up."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them: the lab has pidfds
+    while True:
+        data, fds, _, _ = socket.recv_fds(control, 1, 2)
+        if not data:
+            return
+        pid = os.fork()
+        if not pid:
+            control.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            try:
+                live(*fds)
+            finally:
+                sys.stdout.flush()
+                os._exit(0)
+        for fd in fds:
+            os.close(fd)
+        control.send(str(pid).encode())
 
 
 if __name__ == "__main__":
+    for ready in ("pytest", "tests.faults.lab"):
+        importlib.import_module(ready)
     # One module, whoever imports it: offenders call `say` of `tests.faults.child`, not of `__main__`.
-    importlib.import_module("tests.faults.child").main()
+    importlib.import_module("tests.faults.child").nursery(socket.socket(fileno=int(sys.argv[1])))

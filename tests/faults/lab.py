@@ -17,25 +17,21 @@ import os
 import re
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
-from socket import AF_UNIX, SOCK_STREAM, socketpair
 from typing import Any
 
-from broker.zygote import PR_SET_PDEATHSIG, prctl
+from broker.zygote import PR_SET_CHILD_SUBREAPER, prctl
 from tests.fakes.broker import Broker, HandClient
 from tests.fakes.processes import children
 from tests.faults import canary, measure, repository
 from tests.faults.measure import NO_MORE_THAN, Holdings, alive, holdings
+from tests.faults.nursery import LIMIT_S, Child, Nursery, eventually
 from tests.faults.repository import OTHER, SAME
 
 ROOT = Path(__file__).parents[2]
 FULL = os.environ.get("TENSORBROKER_FAULTS_FULL") == "1"  # the numbers of turns that take minutes
-LIMIT_S = 30.0
 SHM_BYTES = 64 << 20  # of the lab's own /dev/shm: what containers have unless told otherwise
 ALLOCATOR_MAPS = 24
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 1 << 18
@@ -46,76 +42,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def scaled(quick: int, full: int) -> int:
     """How many turns: `full` with TENSORBROKER_FAULTS_FULL=1."""
     return full if FULL else quick
-
-
-def eventually(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> Any:
-    """The first true value of `condition`; fails after `limit_s`."""
-    deadline = time.monotonic() + limit_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"never came true: {what}"
-        select.select([], [], [], 0.01)
-    return value
-
-
-class Child:
-    """A process that runs `function` (of an importable module) and dies with the lab. See `tests.faults.child`."""
-
-    def __init__(self, lab: Lab, function: Callable[..., Any], arguments: dict[str, Any], uid: int | None, valid: bool):
-        mine, its = socketpair(AF_UNIX, SOCK_STREAM)
-        self.name = f"{function.__module__}:{function.__qualname__}"
-        self.log = lab.directory / f"child{len(lab.children)}-{function.__name__}.log"
-
-        def in_child() -> None:
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            lab.enter_namespace()
-
-        with its, self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.faults.child", str(its.fileno())],
-                cwd=ROOT,
-                env={**os.environ, "TENSORBROKER_DIR": str(lab.run_directory)},
-                pass_fds=[its.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=in_child,
-            )
-        self.pid = self.process.pid
-        self._line = Connection(mine.detach())
-        self._result: Any = None
-        self.tell({"function": self.name, "arguments": arguments, "uid": uid, "valid": valid})
-
-    def tell(self, value: Any) -> None:
-        """What `hear` returns there."""
-        self._line.send_bytes(json.dumps(value).encode())
-
-    def heard(self, timeout_s: float = LIMIT_S) -> Any:
-        """What it said next."""
-        return self._message("say", timeout_s)
-
-    def result(self, timeout_s: float = LIMIT_S) -> Any:
-        """What its function returned; the process has ended."""
-        value = self._message("result", timeout_s)
-        self.process.wait(timeout_s)
-        return value
-
-    def kill(self) -> None:
-        """SIGKILL, to all of its process group; returns when it has ended."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self.process.wait(LIMIT_S)
-        self._line.close()
-
-    def _message(self, kind: str, timeout_s: float) -> Any:
-        if not self._line.poll(timeout_s):
-            raise AssertionError(f"{self.name} said nothing within {timeout_s} s:\n{self.log.read_text()}")
-        try:
-            message = json.loads(self._line.recv_bytes())
-        except (EOFError, ConnectionResetError):
-            raise AssertionError(f"{self.name} ended without a word:\n{self.log.read_text()}") from None
-        assert message["kind"] == kind, f"{self.name}: {message['value']}\n{self.log.read_text()}"
-        return message["value"]
 
 
 class Lab:
@@ -137,11 +63,12 @@ class Lab:
     # --- life ------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Lab:
-        prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what offenders leave behind comes to us
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # what offenders leave behind comes to us
         if os.geteuid():
             os.environ["TENSORBROKER_DEBUG"] = "1"  # else only root may look at /proc/PID/fd
         try:
             self.start_broker()
+            self._start_nursery()
             self.start_canary()
             self.remember()
         except BaseException:
@@ -155,11 +82,13 @@ class Lab:
             self._hand.close()
         with contextlib.suppress(AttributeError):
             self.broker.__exit__()
+        with contextlib.suppress(AttributeError):
+            self._nursery.close()
         for pid in set(children()) - self._strays:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-        prctl(36, 0)
+        prctl(PR_SET_CHILD_SUBREAPER, 0)
         if self._namespace >= 0:
             os.close(self._namespace)
             os.close(self.shm)
@@ -181,6 +110,10 @@ class Lab:
         self._seen: dict[str, dict[str, Any]] = {worker: {"ok": 0, "errors": {}} for worker in (SAME, OTHER)}
         self._await_answers()
 
+    def _start_nursery(self) -> None:
+        environment = {**os.environ, "TENSORBROKER_DIR": str(self.run_directory), "PYTHONPATH": str(ROOT)}
+        self._nursery = Nursery(self.directory, environment, self.enter_namespace)
+
     def _in_broker(self) -> None:
         os.setsid()
         if self._namespace >= 0:
@@ -194,18 +127,16 @@ class Lab:
         """Called in children, before they become something else: see the lab's /dev/shm."""
         if self.private:
             _call(_libc.setns(self._namespace, CLONE_NEWNS), "setns")
-            os.chdir(ROOT)  # entering a namespace leaves one at its root
 
     def end_children(self) -> None:
         """Kill every offender and the canary."""
         while self.children:
-            self.children.pop().kill()
+            self.children.pop().close()
 
     def end_offenders(self) -> None:
         """Kill what a row started, unlink what it made in the lab's /dev/shm."""
-        for child in self.children[1:]:
-            child.kill()
-        del self.children[1:]
+        while len(self.children) > 1:
+            self.children.pop().close()
         if self.private:
             for name in os.listdir(self.shm):
                 with contextlib.suppress(IsADirectoryError):
@@ -217,7 +148,7 @@ class Lab:
         self, function: Callable[..., Any], *, uid: int | None = None, valid: bool = True, **arguments: Any
     ) -> Child:
         """Run `function(**arguments)` in a process of its own. `valid`: then do a valid request there, too (S7)."""
-        child = Child(self, function, arguments, uid, valid)
+        child = self._nursery.start(function, arguments, uid=uid, valid=valid)
         self.children.append(child)
         return child
 
@@ -274,7 +205,7 @@ class Lab:
         assert self.broker.process.poll() is None, f"S1: the broker died\n{self.broker.log()[-4000:]}"
         assert self.broker.pid == self._broker_pid, "S1: another broker"
         if replaced:
-            eventually(lambda: alive(self.worker_pid(replaced)), f"S2: {replaced} is back")
+            eventually(lambda: self._is_ready(replaced), f"S2: {replaced} is back")
         now = self._worker_pids()
         changed = {key for key, pid in self._workers.items() if now.get(key) != pid}
         assert changed <= {replaced}, f"S2: replaced {changed}: {self.status()['workers']}"
@@ -282,6 +213,9 @@ class Lab:
         self._check_given_back(changed, holders)
         self._check_truth(holders)
         self._workers = now
+
+    def _is_ready(self, key: str) -> bool:
+        return any(worker["key"] == key and worker["state"] == "ready" for worker in self.status()["workers"])
 
     def _check_canary(self, replaced: str) -> None:
         for worker, (answers, errors, texts) in self._await_answers().items():
