@@ -208,8 +208,8 @@ class Loop:
             instance.count_inline(rows, took)
             instance.end(rows, took)
             self._ran_inline.add(model)
-        model.free.append(instance)
         channel.complete((request,))
+        model.free.append(instance)
         return Inline.DONE if self.turn.leave(term) else Inline.DEPOSED
 
     def _take(self, channel: WorkerChannel, now: int) -> None:
@@ -246,16 +246,16 @@ class Loop:
         if requests[0].attempts > 1:  # alone, as a suspect
             batch.instance.block[statistics.RETRIED] += 1
         run_batch(batch.instance, requests)
-        # The instance is free before its endings are published: a client that answers at once finds it free.
-        self.scheduler.done(batch)
         if len(requests) == 1:
             requests[0].channel.complete(requests)
-            return
-        by_channel: dict[WorkerChannel, list[Request]] = {}
-        for request in requests:
-            by_channel.setdefault(request.channel, []).append(request)
-        for channel, done in by_channel.items():
-            channel.complete(done)
+        else:
+            by_channel: dict[WorkerChannel, list[Request]] = {}
+            for request in requests:
+                by_channel.setdefault(request.channel, []).append(request)
+            for channel, done in by_channel.items():
+                channel.complete(done)
+        # Only now: with one instance, answers must not overtake each other, and a drain must not leave before them.
+        self.scheduler.done(batch)
 
     # --- nothing to do ------------------------------------------------------------------------------------------
 
