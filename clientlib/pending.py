@@ -69,7 +69,7 @@ class Pending:
     def settle(self, entry: tuple[int, ...], note: bytes) -> None:
         """The channel's completion. The output position is free from here on."""
         self.note = note
-        del self.layout.ranges.live[self.output_slot]
+        self.layout.ranges.live.pop(self.output_slot, None)
         self.entry = entry
         if self._wakes is not None:
             for lock in tuple(self._wakes):

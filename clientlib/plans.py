@@ -177,9 +177,10 @@ class Plan:
         if channel.role.acquire(False):
             # The common case of `Pending.result`: nobody else waits here, and the completion comes soon.
             try:
-                deadline_ns = pending.deadline_ns
-                channel.wait((deadline_ns - _now_ns()) * 1e-9 if deadline_ns else LONGEST_WAIT_S)
-                channel.reap()
+                if pending.entry is None:  # a thread that shares the channel may have settled it
+                    deadline_ns = pending.deadline_ns
+                    channel.wait(max((deadline_ns - _now_ns()) * 1e-9, 0.0) if deadline_ns else LONGEST_WAIT_S)
+                    channel.reap()
             finally:
                 channel.role.release()
                 if lane.waiters:
@@ -238,8 +239,9 @@ class Plan:
         while True:
             if channel.role.acquire(timeout=max(0.0, until - _now())):
                 try:
-                    channel.wait(max(0.0, until - _now()))
-                    channel.reap()
+                    if channel.outstanding == channel.slots:  # else another thread has reaped meanwhile
+                        channel.wait(max(0.0, until - _now()))
+                        channel.reap()
                     if channel.gone:
                         lane.abandon()
                 finally:

@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+import clientlib
 from shm import datatypes, messages, sockets
 from shm.errors import Code, InferError
 from shm.layout import Geometry
@@ -328,3 +329,15 @@ class SmallBroker:
 
 def _with_id(reply: Any, number: int) -> Any:
     return reply if isinstance(reply, messages.Starting) else msgspec.structs.replace(reply, id=number)
+
+
+def connect(broker: SmallBroker, **options: Any) -> clientlib.Client:
+    return clientlib.connect(f"ipc://{broker.directory}", **options)
+
+
+def doubling(client: clientlib.Client, slots: Any = 1) -> tuple[clientlib.Region, clientlib.Plan]:
+    """A region and a plan of `double` on it: x (1, 4) at 0, y (1, 4) at 2048."""
+    region = client.create_region("r", 4096)
+    x, y = region.tensor((1, 4), "FP32"), region.tensor((1, 4), "FP32", offset=2048)
+    region.array((8, 4), np.float32)[:] = np.arange(32).reshape(8, 4)
+    return region, client.prepare("double", {"x": x}, {"y": y}, slots=slots)

@@ -1,0 +1,32 @@
+"""A small broker in this process for the tests of the client library."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import clientlib
+from tests.fakes.small_broker import SmallBroker, connect
+
+
+@pytest.fixture
+def small_broker(tmp_path: Path) -> Iterator[SmallBroker]:
+    """Afterwards: no descriptor left, which includes mappings, as each keeps one."""
+    before = len(os.listdir("/proc/self/fd"))
+    broker = SmallBroker(tmp_path)
+    yield broker
+    broker.release()
+    broker.stop()
+    if len(os.listdir("/proc/self/fd")) > before:
+        gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before, "descriptors were left open"
+
+
+@pytest.fixture
+def client(small_broker: SmallBroker) -> Iterator[clientlib.Client]:
+    with connect(small_broker) as client:
+        yield client

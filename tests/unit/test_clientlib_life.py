@@ -1,0 +1,168 @@
+"""A client's life against a small broker: verbs, a broker that goes and comes, close."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+
+import clientlib
+from shm import messages
+from shm.errors import Code, InferError
+from tests.fakes.small_broker import connect, doubling
+
+
+class TestBroker:
+    def test_verbs(self, client):
+        region = client.create_region("a", 64)
+        assert set(client.models()) >= {"double", "echo"}
+        model = client.model("double")
+        assert (model.name, model.inputs[0].name, model.outputs[0].datatype, model.max_batch_size, model.zero_copy) == (
+            "double", "x", "FP32", 0, True,
+        )  # fmt: skip
+        assert region.share() == "token"
+        opened = client.open_region("token", name="b")
+        assert opened.array((4,), np.int32).tolist() == [0] * 4
+        assert {record.name for record in client.regions()} == {"a", "b"}
+        assert client.statistics("double") == [{"name": "double"}]
+        client.load("double")
+        client.unload("double")
+        with pytest.raises(InferError, match="already in manager") as caught:
+            client.create_region("a", 64)
+        assert caught.value.code == "ALREADY_EXISTS"
+        with pytest.raises(InferError, match="CUDA") as caught:
+            client.register_cuda_shm("gpu", object())
+        assert caught.value.code == "UNSUPPORTED"
+
+    def test_unregister(self, client):
+        region, plan = doubling(client)
+        array = plan.infer()["y"]
+        client.unregister("nosuch")
+        client.unregister("r")
+        assert array.tolist() == [[0, 2, 4, 6]]
+        with pytest.raises(InferError, match="'r': it was unregistered") as caught:
+            client.prepare("double", {"x": region.tensor((1, 4), "FP32")})
+        assert caught.value.code == "NOT_FOUND"
+        client.create_region("r", 64)
+        client.infer("double", {"x": np.ones((1, 1), np.float32)})
+        client.unregister()
+        client.infer("double", {"x": np.ones((1, 1), np.float32)})  # the client's own memory is not the application's
+
+    def test_nobody_there(self, tmp_path):
+        with pytest.raises(InferError, match=r"no broker at .*broker\.sock.*tensorbroker serve") as caught:
+            clientlib.connect(f"ipc://{tmp_path}")
+        assert caught.value.code == "UNAVAILABLE"
+
+    def test_still_starting(self, small_broker):
+        small_broker.starting = True
+        with pytest.raises(InferError, match="starting: 3 of 7 models"):
+            connect(small_broker, timeout=0.05)
+
+    def test_a_reply_that_never_comes(self, client, small_broker):
+        small_broker.answers["LoadModel"] = lambda asked: None
+        with pytest.raises(InferError, match="no answer to LoadModel"):
+            client.load("double", timeout=0.05)
+        client.models()
+
+    def test_one_error_at_most_when_the_broker_goes_and_comes(self, client, small_broker):
+        region, plan = doubling(client)
+        client.infer("double", {"x": np.ones((1, 1), np.float32)})
+        view = region.array((4,), np.float32)
+        small_broker.hold = True
+        pending = plan.submit()
+        small_broker.stop()
+        with pytest.raises(InferError, match="broker went away") as caught:
+            pending.result(10)
+        assert caught.value.code == "UNAVAILABLE"
+        small_broker.hold = False
+        small_broker.start()
+        view[:] = 9
+        assert plan.infer(timeout=20)["y"].tolist() == [[18] * 4]
+        assert client.infer("double", {"x": np.ones((1, 1), np.float32)})["y"].tolist() == [[2]]
+        client.create_region("new", 64)
+
+    def test_a_call_finds_the_new_broker_by_itself(self, client, small_broker):
+        small_broker.stop()
+        small_broker.start()
+        assert "double" in client.models()
+
+    def test_a_broker_that_stays_away(self, client, small_broker):
+        _, plan = doubling(client)
+        small_broker.stop()
+        with pytest.raises(InferError, match=r"went away|no broker at"):
+            plan.infer(timeout=0.05)
+        with pytest.raises(InferError, match=r"went away|no broker at") as caught:
+            plan.infer(timeout=0.05)
+        assert caught.value.code == "UNAVAILABLE"
+        small_broker.start()
+
+    def test_a_region_the_new_broker_refuses(self, client, small_broker):
+        region, _ = doubling(client)
+        small_broker.stop()
+
+        def refuse(asked: messages.RegisterPool):
+            raise InferError(Code.UNAVAILABLE, "no memory quota")
+
+        small_broker.answers["RegisterPool"] = refuse
+        small_broker.start()
+        client.models()
+        with pytest.raises(InferError, match=r"'r': it was lost.*no memory quota"):
+            client.prepare("double", {"x": region.tensor((1, 4), "FP32")})
+
+
+class TestClosing:
+    def test_arrays_outlive_the_client(self, small_broker):
+        client = connect(small_broker)
+        region, plan = doubling(client)
+        own = client.infer("double", {"x": np.ones((1, 2), np.float32)})["y"]
+        placed = plan.infer()["y"]
+        client.close()
+        client.close()
+        del client, plan, region
+        gc.collect()
+        assert own.tolist() == [[2, 2]]
+        assert placed.tolist() == [[0, 2, 4, 6]]
+
+    def test_everything_says_so_afterwards(self, small_broker):
+        client = connect(small_broker)
+        region, plan = doubling(client, slots=(1, 2))
+        plan.infer()
+        small_broker.hold = True
+        pending = plan.submit(output_slot=1)
+        client.close()
+        for call in (plan.infer, client.models, region.share, pending.result, lambda: client.create_region("x", 64)):
+            with pytest.raises(InferError, match="closed") as caught:
+                call()
+            assert caught.value.code == "UNAVAILABLE"
+
+    def test_a_client_that_is_only_dropped(self, small_broker):
+        client = connect(small_broker)
+        _, plan = doubling(client)
+        plan.infer()
+        client.infer("double", {"x": np.ones((1, 2), np.float32)})
+        del client, plan
+        gc.collect()  # the fixture counts descriptors, and warnings of unclosed sockets are errors
+
+    def test_closing_wakes_who_waits(self, small_broker):
+        client = connect(small_broker)
+        _, plan = doubling(client)
+        small_broker.hold = True
+        pending = plan.submit()
+        errors = []
+
+        def wait():
+            try:
+                pending.result(60)
+            except InferError as error:
+                errors.append(error.message)
+
+        threads = [threading.Thread(target=wait) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        client.close()
+        for thread in threads:
+            thread.join(20)
+        assert len(errors) == 3
+        assert all("closed" in message for message in errors)
