@@ -302,7 +302,8 @@ class Loop:
 
     def _sleep(self) -> None:
         until, outstanding = self.scheduler.next_look()
-        timeout = max(0.0, (until - _now()) / 1e9) if until else IDLE_S
+        # Deadlines are the clients' to choose, up to 2^64 ns: more than a poll can wait for.
+        timeout = min(max(0.0, (until - _now()) / 1e9), IDLE_S) if until else IDLE_S
         bounded = outstanding and timeout > BOUND_S
         woken = self._doorbells(min(timeout, BOUND_S) if outstanding else timeout)
         if bounded and not woken and any(channel.pending() for channel in self.channels.values()):
