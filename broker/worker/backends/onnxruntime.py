@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from typing import Any, final
 
 import numpy as np
@@ -82,7 +83,7 @@ class OnnxModel:
 class _Bound:
     """An IOBinding on raw pointers. Keeps the operands' arrays, so the memory cannot go before the binding."""
 
-    __slots__ = ("_io", "_kept", "_open", "_session", "run")
+    __slots__ = ("_io", "_kept", "_open", "_session")
 
     def __init__(self, session: Any, inputs: list[Operand], outputs: list[Operand]) -> None:
         self._session = session
@@ -99,7 +100,11 @@ class _Bound:
                     self._io.bind_output(*_place(operand))
         except Exception as error:
             raise InferError(Code.INVALID_ARG, f"onnx runtime error: {_first_line(error)}") from None
-        self.run = self._run_open if self._open else self._run_closed
+
+    @property
+    def run(self) -> Callable[[], None]:
+        """What runs it; not an attribute, which would refer back to the binding and keep clients' memory mapped."""
+        return self._run_open if self._open else self._run_closed
 
     def _run_closed(self) -> None:
         self._session.run_with_iobinding(self._io)
