@@ -62,6 +62,7 @@ class ClientChannel:
         "_pending",
         "_poller",
         "_positions",
+        "_rung",
         "_spin",
         "_submissions",
         "_tail",
@@ -86,6 +87,7 @@ class ClientChannel:
         self._submissions = geometry.submissions * 8
         self._tail = self._words[TAIL]
         self._consumed = self._words[CONSUMED]
+        self._rung = 0  # the last stamp of ARMED that was rung for
         self._lock = threading.Lock()  # submit and cancel; its release is the fence between TAIL and ARMED
         self.role = threading.Lock()  # who reaps and waits
         self._poller = select.poll()
@@ -154,8 +156,9 @@ class ClientChannel:
             words[RING + (tail & self._geometry.ring_mask)] = slot
             self._tail = position
             words[TAIL] = position
-        if words[ARMED]:
-            self._ring()
+        armed = words[ARMED]
+        if armed and armed != self._rung:
+            self._ring(armed)
         return position << 16 | slot
 
     def cancel(self, ident: int) -> bool:
@@ -173,11 +176,13 @@ class ClientChannel:
             words[RING + (tail & self._geometry.ring_mask)] = slot | CANCEL
             self._tail = tail + 1
             words[TAIL] = tail + 1
-        if words[ARMED]:
-            self._ring()
+        armed = words[ARMED]
+        if armed and armed != self._rung:
+            self._ring(armed)
         return True
 
-    def _ring(self) -> None:
+    def _ring(self, armed: int) -> None:
+        self._rung = armed
         try:
             os.eventfd_write(self._bell, 1)
         except BlockingIOError:
@@ -230,7 +235,7 @@ class ClientChannel:
                 pause()
                 if words[CTAIL] != consumed:
                     return
-        words[WAITING] = 1
+        words[WAITING] = consumed + 1
         with self._lock:  # fence: the worker either sees WAITING or we see its CTAIL
             pass
         if words[CTAIL] == consumed:
@@ -254,7 +259,7 @@ class ClientChannel:
 
     def rest(self) -> bool:
         """Ask to be rung (asyncio, before it goes quiet). True: completions are there already."""
-        self._words[WAITING] = 1
+        self._words[WAITING] = self._consumed + 1
         with self._lock:  # fence, as in wait()
             pass
         return self._words[CTAIL] != self._consumed

@@ -6,9 +6,9 @@ is, so nobody can move it.
 Channel memfd (mapped by the client and the worker, both may write all of it):
      8  TAIL      client   submissions published: THE publication of a submission
      9  CONSUMED  client   completions read
-    10  WAITING   client   1 = ring me
+    10  WAITING   client   0, or a stamp: ring me once for this stamp
     16  CTAIL     worker   completions published: THE COMMIT POINT, one store commits a whole batch
-    24  ARMED     worker   1 = ring me (always 1 for a channel without recent traffic)
+    24  ARMED     worker   0, or a stamp: ring me once for this stamp (a channel without recent traffic is always armed)
     64  RING[4N]  client   slot | CANCEL; position p lies at p & (4N-1)
         SLOT[N]x8  client  one submission, `SUBMISSION`; word 7 is written by a cancel
         COMP[2N]x8 worker  one completion, `COMPLETION`
@@ -16,6 +16,10 @@ Channel memfd (mapped by the client and the worker, both may write all of it):
 Ledger memfd (mapped by the worker, and by the broker after a worker's death; never sent to a client):
      0  HEAD   submissions taken        1  CTAIL  completions committed and marked
      8  MARK[N]  position << 16 | attempts << 8 | state
+
+A stamp is the sleeper's own count (submissions taken, completions read) + 1. It has to be rung for once only, although
+the sleeper may take milliseconds to wake and clear it: who rings has published something, and the sleeper does not
+sleep again before it has counted that, so never again under the same stamp.
 
 A position in a tag, a mark or an ident is always p + 1, so that zeroed memory names no submission.
 """

@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from shm.admission import Request, Verdict, admit
 from shm.errors import Code
 from shm.layout import (
     COMPLETION,
@@ -27,7 +28,7 @@ from shm.layout import (
     STARTED,
     SUBMISSION,
 )
-from shm.worker_channel import Request, Verdict, WorkerChannel, admit
+from shm.worker_channel import WorkerChannel
 
 DIED = "the worker died while it ran this request"
 

@@ -11,8 +11,9 @@ import mmap
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Protocol, final
+from typing import final
 
+from shm.admission import BoundPlan, Request, admit
 from shm.errors import Code
 from shm.layout import (
     ARMED,
@@ -37,120 +38,6 @@ from shm.layout import (
 )
 from shm.memory import map_words
 
-Verdict = tuple[Code, str]
-
-
-class BoundPlan(Protocol):
-    """What admission asks of a plan."""
-
-    input_positions: int
-    output_positions: int
-    rows: int
-    retryable: bool
-    closed: Verdict | None  # why no request is taken any more
-    refused_until_ns: int  # CLOCK_MONOTONIC; 0 = not refused
-    signature: object  # equal for requests that may share a batch; None: runs alone
-    simple: bool  # open, and no other plan's ranges can overlap this one's: only `busy` and the deadline remain
-    busy: bytearray  # one byte per output position: a live request writes there
-
-    def conflict(self, input_position: int, output_position: int) -> str:
-        """The overlap with another live request's ranges, in words, or ""."""
-
-
-@final
-class Request:
-    """One taken submission. `ended` is set when it must not run any more (cancelled, expired)."""
-
-    __slots__ = (
-        "arrival",
-        "attempts",
-        "channel",
-        "code",
-        "copied",
-        "deadline",
-        "ended",
-        "flags",
-        "infer_ns",
-        "input_ns",
-        "input_position",
-        "note",
-        "output_ns",
-        "output_position",
-        "plan",
-        "position",
-        "priority",
-        "queue_ns",
-        "request_id",
-        "rows",
-        "sequence_id",
-        "signature",
-        "slot",
-        "started",
-    )
-
-    plan: BoundPlan | None
-
-    def __init__(
-        self, channel: WorkerChannel, slot: int, entry: tuple[int, ...], plan: BoundPlan | None, now: int
-    ) -> None:
-        self.channel = channel
-        self.slot = slot
-        self.plan = plan
-        self.signature = plan.signature if plan is not None else None
-        self.position = entry[0]
-        self.request_id = entry[2]
-        self.deadline = entry[3]
-        self.input_position = entry[4]
-        self.output_position = entry[5]
-        self.rows = entry[6] or (plan.rows if plan is not None else 0)
-        self.sequence_id = entry[7]
-        self.flags = entry[8]
-        self.priority = entry[9]
-        self.arrival = now
-        self.attempts = 0
-        self.started = False
-        self.ended = Code.OK
-        self.code = Code.OK
-        self.note = b""
-        self.queue_ns = self.input_ns = self.infer_ns = self.output_ns = self.copied = 0
-
-    def fail(self, code: Code, message: str) -> None:
-        """Give the request its ending; `complete` publishes it."""
-        self.code = code
-        note = message.encode(errors="replace")
-        if len(note) > NOTE_BYTES:
-            note = note[:NOTE_BYTES].decode(errors="ignore").encode()  # no half character
-        self.note = note
-
-
-def admit(request: Request, cancel: int, now: int) -> Verdict | None:
-    """The one admission check, for new work and for what a recovery finds: why this request must not run, or None."""
-    plan = request.plan
-    if plan is None:
-        return Code.NOT_FOUND, "the request names a plan that is not bound here: prepare it again"
-    if plan.closed is not None:
-        return plan.closed
-    if now < plan.refused_until_ns:
-        return Code.UNAVAILABLE, (
-            "requests of this client for this model are refused for a minute: two of them ended a worker while running"
-            " alone"
-        )
-    if request.input_position >= plan.input_positions or request.output_position >= plan.output_positions:
-        return Code.INVALID_ARG, (
-            f"position {request.input_position}/{request.output_position} is outside the plan's"
-            f" {plan.input_positions} input and {plan.output_positions} output positions"
-        )
-    if request.rows > plan.rows:
-        return Code.INVALID_ARG, f"{request.rows} rows asked of a plan prepared for {plan.rows}"
-    if request.deadline and now >= request.deadline:
-        return Code.UNAVAILABLE, "Request timeout expired"
-    if cancel == request.position:
-        return Code.CANCELLED, "the request was cancelled"
-    overlap = plan.conflict(request.input_position, request.output_position)
-    if overlap:
-        return Code.INVALID_ARG, overlap
-    return None
-
 
 @final
 class WorkerChannel:
@@ -160,10 +47,12 @@ class WorkerChannel:
         "_completions",
         "_ctail",
         "_geometry",
+        "_inline",
         "_ledger",
         "_ledger_memory",
         "_memory",
         "_pipe",
+        "_rung",
         "_submissions",
         "bell",
         "broken",
@@ -196,9 +85,11 @@ class WorkerChannel:
         self._submissions = geometry.submissions * 8
         self._completions = geometry.completions * 8
         self.live: list[Request | None] = [None] * slots
+        self._inline: list[Request | None] = [None] * slots  # used again and again by `peek`
         self.lock = threading.Lock()  # take and complete: a late DONE must not overwrite a new TAKEN
         self.head = self._ledger[HEAD]
         self._ctail = self._ledger[LEDGER_CTAIL]
+        self._rung = 0  # the last stamp of WAITING that was rung for
         self.broken = ""
         self.refused = 0  # entries that broke a rule
         self.last_traffic = 0
@@ -224,7 +115,7 @@ class WorkerChannel:
 
     def arm(self) -> None:
         """Ask to be rung; a fence and a last look at `pending` must follow before sleeping."""
-        self.words[ARMED] = 1
+        self.words[ARMED] = self.head + 1
 
     def disarm(self) -> None:
         """No rings wanted: the worker is looking."""
@@ -281,8 +172,7 @@ class WorkerChannel:
         self._ledger[MARK + slot] = (position + 1) << 16 | TAKEN
         verdict = admit(request, entry[12], now)
         if verdict is None:
-            assert request.plan is not None
-            request.plan.busy[request.output_position] = 1
+            request.plan.busy[request.output_position] = 1  # type: ignore[union-attr]
             request.started = True  # holds its output position
             out.append(request)
         else:
@@ -315,20 +205,29 @@ class WorkerChannel:
             or now < plan.refused_until_ns
         ):
             return None
-        return Request(self, slot, entry, plan, now)
+        request = self._inline[slot]
+        if request is None or request.code or request.note or request.copied:
+            request = self._inline[slot] = Request(self, slot, entry, plan, now)
+        else:
+            request.plan = plan
+            request.position = head + 1
+            request.arrival = now
+            request.input_position = entry[4]
+            request.output_position = entry[5]
+            request.rows = entry[6] or plan.rows
+            request.deadline = entry[3]
+        return request
 
     def begin(self, request: Request) -> None:
         """Take what `peek` returned and mark it started at once: the model sees it next."""
-        plan = request.plan
-        assert plan is not None
-        slot = request.slot
+        slot, ledger = request.slot, self._ledger
+        request.started = True
+        request.attempts = 1
         with self.lock:
             self.live[slot] = request
-            plan.busy[request.output_position] = 1
-            request.started = True
-            request.attempts = 1
-            self._ledger[MARK + slot] = request.position << 16 | 1 << 8 | STARTED
-            self.head = self._ledger[HEAD] = self.head + 1
+            request.plan.busy[request.output_position] = 1  # type: ignore[union-attr]
+            ledger[MARK + slot] = request.position << 16 | 1 << 8 | STARTED
+            self.head = ledger[HEAD] = request.position
 
     def start(self, request: Request) -> None:
         """Mark that the model is about to see the request: `attempts` counts worker lives, not runs."""
@@ -350,7 +249,40 @@ class WorkerChannel:
             for request in requests:
                 ledger[MARK + request.slot] = request.position << 16 | request.attempts << 8 | DONE
             ledger[LEDGER_CTAIL] = number
-        if words[WAITING]:  # the lock's release above is the fence
+        waiting = words[WAITING]  # the lock's release above is the fence
+        if waiting and waiting != self._rung:
+            self._rung = waiting
+            self.ring()
+
+    def finish(self, request: Request) -> None:
+        """`complete` for one request that `begin` took and that ran well: the inline path's other half."""
+        words, ledger, slot = self.words, self._ledger, request.slot
+        position = request.position << 16
+        with self.lock:
+            number = self._ctail
+            if not 0 <= number - words[CONSUMED] < 2 * self._geometry.slots:
+                self.broken = self.broken or "does not consume its completions"
+            COMPLETION.pack_into(
+                self._memory,
+                self._completions + 64 * (number & self._geometry.completion_mask),
+                number + 1,
+                position | slot,
+                FINAL,
+                0,
+                0,
+                request.infer_ns,
+                0,
+                0,
+            )
+            self.live[slot] = None
+            request.plan.busy[request.output_position] = 0  # type: ignore[union-attr]
+            number += 1
+            words[CTAIL] = self._ctail = number  # the commit
+            ledger[MARK + slot] = position | 1 << 8 | DONE
+            ledger[LEDGER_CTAIL] = number
+        waiting = words[WAITING]  # the lock's release above is the fence
+        if waiting and waiting != self._rung:
+            self._rung = waiting
             self.ring()
 
     def _publish(self, request: Request, number: int) -> None:

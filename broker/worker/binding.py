@@ -16,8 +16,8 @@ from broker.worker.backends import Binding, Operand
 from broker.worker.model import Instance, aligned_buffer
 from broker.worker.plans import PlacedTensor, Plan
 from shm import datatypes
+from shm.admission import Request
 from shm.errors import Code, InferError
-from shm.worker_channel import Request
 
 Bytes = npt.NDArray[np.uint8]
 MAX_BINDINGS = 4096  # per plan; a binding costs a few kilobytes

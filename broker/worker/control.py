@@ -24,9 +24,10 @@ from broker.worker.overlap import Crowds
 from broker.worker.plans import Plan
 from broker.worker.regions import RegionTable
 from shm import recovery, sockets
+from shm.admission import Request
 from shm.errors import Code, InferError
 from shm.statistics import StatisticsPage
-from shm.worker_channel import Request, WorkerChannel
+from shm.worker_channel import WorkerChannel
 
 STOPPING = (Code.UNAVAILABLE, "Server is stopping, scheduler for model has stopped accepting new inference requests")
 LOOK_MS = 5  # how often waits are looked at while there are any

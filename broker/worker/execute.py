@@ -17,8 +17,8 @@ from broker.worker.binding import Execution, bind, deliver, execution_of, rememb
 from broker.worker.model import BatchBuffers, Instance, aligned_buffer, tensor_bytes
 from broker.worker.plans import Plan
 from shm import statistics
+from shm.admission import Request
 from shm.errors import Code, InferError
-from shm.worker_channel import Request
 
 MAX_SIGNATURES = 32  # buffers kept per instance: clients choose the shapes, so there is no end to them
 _now = time.monotonic_ns

@@ -21,11 +21,12 @@ from broker.worker.plans import Plan
 from broker.worker.scheduler import SHORT_NS, Batch, Scheduler
 from broker.worker.turn import Turn
 from shm import statistics
+from shm.admission import Publishes, Request
 from shm.errors import Code
 from shm.fence import FENCE_IS_FULL, Fence
 from shm.layout import TAIL
 from shm.recovery import Recovered
-from shm.worker_channel import Request, WorkerChannel
+from shm.worker_channel import WorkerChannel
 
 HOT_NS = 5_000_000
 SPIN_NS = 50_000
@@ -150,8 +151,8 @@ class Loop:
                     continue
                 channel.last_traffic = now
                 found = True
-                if count == 1 and not (scheduler.queued or scheduler.suspects or scheduler.alone):
-                    done = self._run_inline(channel, now, term)
+                if not (scheduler.queued or scheduler.suspects or scheduler.alone):
+                    done = self._run_inline(channel, now, term, count)
                     if done is Inline.DONE:
                         continue
                     if done is Inline.DEPOSED:
@@ -173,15 +174,15 @@ class Loop:
                 self._pause(now)
         return None
 
-    def _run_inline(self, channel: WorkerChannel, now: int, term: int) -> Inline:
-        """The hot path: the only request there is, known to be short, goes to its model with nothing in between."""
+    def _run_inline(self, channel: WorkerChannel, now: int, term: int, count: int) -> Inline:
+        """The hot path: a request that nothing could be batched with, known to be short, goes straight to its model."""
         request = channel.peek(now)
         if request is None:
             return Inline.NOT_POSSIBLE
         plan = request.plan
         assert isinstance(plan, Plan)
         model = plan.model
-        if model is None or not model.immediate or not model.free:
+        if model is None or not model.free or not (model.alone or (count == 1 and model.immediate)):
             return Inline.NOT_POSSIBLE
         instance = model.free[-1]
         rows = request.rows
@@ -202,6 +203,8 @@ class Loop:
             execution.run()
         except Exception:
             run_batch(instance, [request])  # tells the ways of failing apart
+            model.free.append(instance)
+            channel.complete((request,))
         else:
             request.infer_ns = took = _now() - now
             execution.measured(took)
@@ -249,7 +252,7 @@ class Loop:
         if len(requests) == 1:
             requests[0].channel.complete(requests)
         else:
-            by_channel: dict[WorkerChannel, list[Request]] = {}
+            by_channel: dict[Publishes, list[Request]] = {}
             for request in requests:
                 by_channel.setdefault(request.channel, []).append(request)
             for channel, done in by_channel.items():

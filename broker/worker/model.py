@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from broker.repository.config import InstanceGroup, ModelConfig
 from broker.worker.backends import Backend, Binding, Context, RuntimeModel
-from broker.worker.batcher import Queue, queue_for
+from broker.worker.batcher import Queue, SingleQueue, queue_for
 from shm import datatypes, statistics
+from shm.admission import Verdict
 from shm.errors import Code
-from shm.worker_channel import Verdict
 
 FLUSH = 64  # inline executions remembered at most
 _numbers = itertools.count(1)
@@ -142,6 +142,7 @@ class LoadedModel:
     """One version of one model. `closed` says why it takes no requests any more."""
 
     __slots__ = (
+        "alone",
         "closed",
         "config",
         "copied",
@@ -163,6 +164,7 @@ class LoadedModel:
         self.queue: Queue = queue_for(config.max_batch_size, config.dynamic_batching)
         self.closed: Verdict | None = None
         batching = config.dynamic_batching
+        self.alone = isinstance(self.queue, SingleQueue)  # every request runs alone
         # Does a lone request go as soon as an instance is free?
         self.immediate = batching is None or not batching.max_queue_delay_microseconds
         self.copied = frozenset(tensor.name for tensor in config.input if not tensor.zero_copy)

@@ -13,8 +13,8 @@ from broker.worker.loop import Loop
 from broker.worker.messages import LoadInstances
 from broker.worker.model import MISSING, LoadedModel
 from broker.worker.plans import Plan, adopt
+from shm.admission import Verdict
 from shm.errors import Code, InferError
-from shm.worker_channel import Verdict
 
 MAX_SIGNATURES = 4096
 CHANGED: Verdict = (Code.UNAVAILABLE, "the model was reloaded with other inputs or outputs: prepare the plan again")

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, final
 
 from shm import views
+from shm.admission import Request
 from shm.views import Placement
-from shm.worker_channel import Request
 
 Identity = tuple[int, int]
 LiveRequests = Callable[[], Iterable[Request]]

@@ -17,9 +17,9 @@ from broker.worker.model import MISSING, LoadedModel
 from broker.worker.overlap import LiveRequests
 from broker.worker.regions import Region, RegionTable
 from shm import datatypes, views
+from shm.admission import Verdict
 from shm.errors import Code, InferError
 from shm.views import Placement
-from shm.worker_channel import Verdict
 
 Bytes = npt.NDArray[np.uint8]
 

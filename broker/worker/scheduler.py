@@ -13,8 +13,9 @@ from broker.worker.model import Instance, LoadedModel
 from broker.worker.plans import Plan
 from broker.worker.turn import Turn
 from shm import statistics
+from shm.admission import Request
 from shm.recovery import Recovered
-from shm.worker_channel import Request, WorkerChannel
+from shm.worker_channel import WorkerChannel
 
 SHORT_NS = 200_000  # longer batches run without the lead: a hand-off between threads costs 10-20 µs
 

@@ -12,12 +12,13 @@ import select
 from collections.abc import Mapping
 from types import TracebackType
 
+from shm.admission import BoundPlan, Request, Verdict
 from shm.client_channel import ClientChannel
 from shm.errors import Code
 from shm.layout import CODE_MASK, COMPLETION, CTAIL, FINAL, Geometry
 from shm.memory import sealed_memfd
 from shm.sockets import close_all
-from shm.worker_channel import BoundPlan, Request, Verdict, WorkerChannel
+from shm.worker_channel import WorkerChannel
 
 PLAN = 7 << 32 | 3  # a plan word: generation 7, index 3
 NOW = 1_000_000  # what a test's worker takes for the time, in ns

@@ -15,10 +15,11 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from shm import recovery, worker_channel
+from shm.admission import BoundPlan, Request
 from shm.errors import Code
 from shm.layout import CODE_MASK, COMPLETION, CONSUMED, CTAIL, FINAL, LEDGER_CTAIL, MARK
 from shm.recovery import DIED, recover
-from shm.worker_channel import BoundPlan, Request, WorkerChannel
+from shm.worker_channel import WorkerChannel
 from tests.fakes.channel import NOW, PLAN, Plan, Twin
 
 LATER = NOW + 1_000_000  # the time in every life but the first

@@ -26,13 +26,14 @@ import numpy as np
 
 import clientlib
 from shm import datatypes, messages, sockets
+from shm.admission import Request, Verdict
 from shm.errors import Code, InferError
 from shm.layout import Geometry
 from shm.memory import sealed_memfd
 from shm.messages import ModelMetadata, Prepare, TensorMetadata, TensorSpec
 from shm.regions import MappedMemory, check_pool, create_pool
 from shm.run_directory import SOCKET
-from shm.worker_channel import Request, Verdict, WorkerChannel
+from shm.worker_channel import WorkerChannel
 
 WORKER = "cpu/default"
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from shm.admission import Request
 from shm.errors import Code
 from shm.layout import MARK, RING, STARTED, SUBMISSION, TAIL
-from shm.worker_channel import Request, WorkerChannel
+from shm.worker_channel import WorkerChannel
 from tests.fakes.channel import NOW, PLAN, Pending, Plan, Twin, submit, take
 
 

@@ -6,9 +6,10 @@ import struct
 
 import pytest
 
+from shm.admission import Request
 from shm.errors import Code
 from shm.layout import CTAIL, DONE, FINAL, MARK, NOTE_BYTES, STARTED, TAIL, TAKEN
-from shm.worker_channel import Request, WorkerChannel
+from shm.worker_channel import WorkerChannel
 from tests.fakes.channel import NOW, PLAN, Pending, Plan, Twin, respond, submit, take
 
 

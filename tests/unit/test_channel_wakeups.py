@@ -35,11 +35,35 @@ def test_the_worker_is_rung_only_while_it_is_armed(twin, client, worker):
     worker.arm()
     submit(client, 1)
     assert twin.worker_was_rung()
+    take(worker)
+    worker.arm()
     client.cancel(ident)
     assert twin.worker_was_rung()
     worker.disarm()
     submit(client, 2)
     assert not twin.worker_was_rung()
+
+
+def test_a_sleeper_is_rung_once_however_long_it_takes_to_wake(twin, client, worker):
+    worker.arm()
+    submit(client)
+    assert twin.worker_was_rung()
+    submit(client, 1)
+    assert not twin.worker_was_rung()  # it has not woken yet, and will see both
+    first, second = take(worker)
+    worker.arm()
+    submit(client, 2)
+    assert twin.worker_was_rung()
+    assert not client.rest()
+    worker.complete([first])
+    assert twin.client_was_rung()
+    client.drain_pipe()
+    worker.complete([second])
+    assert not twin.client_was_rung()
+    client.reap()
+    assert not client.rest()
+    worker.complete(take(worker))
+    assert twin.client_was_rung()
 
 
 def test_the_client_is_rung_only_while_it_waits(twin, client, worker):

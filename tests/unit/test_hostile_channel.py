@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shm import recovery, worker_channel
+from shm.admission import Request
 from shm.errors import Code
 from shm.layout import ARMED, CANCEL, CONSUMED, CTAIL, MARK, RING, SUBMISSION, TAIL, WAITING, Geometry
 from shm.recovery import bury, end_all, recover
-from shm.worker_channel import Request
 from tests.fakes.channel import NOW, PLAN, Pending, Plan, Twin, submit
 
 SLOTS = 4
@@ -209,7 +209,7 @@ def test_whatever_a_client_writes_during_the_workers_steps(seed):
 
         steps = [attack.take, attack.take, attack.take_inline, attack.bury, attack.end_all, attack.replace]
         taken = 0
-        for _ in range(16):
+        for _ in range(32):
             step = random.choice(steps)
             with Meanwhile(strike):
                 step()

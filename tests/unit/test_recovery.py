@@ -12,10 +12,11 @@ import os
 import pytest
 
 from shm import recovery
+from shm.admission import Request
 from shm.errors import Code
 from shm.layout import CTAIL, DONE, FINAL, HEAD, LEDGER_CTAIL, MARK, RESPONDED, STARTED, TAKEN
 from shm.recovery import Ending, bury, end_all, recover
-from shm.worker_channel import Request, WorkerChannel
+from shm.worker_channel import WorkerChannel
 from tests.fakes.channel import NOW, PLAN, Plan, Twin, respond, submit, take
 from tests.fakes.deaths import DEADLINE, FRAGILE, LATER, Ask, State, Stores, World, explore
 

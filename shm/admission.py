@@ -1,0 +1,148 @@
+"""A taken submission, and the one check that decides whether it may run.
+
+Used by `shm.worker_channel` for new work and by `shm.recovery` for what a dead worker left. Knows slots, plans as far
+as admission asks, and endings; no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, final
+
+from shm.errors import Code
+from shm.layout import NOTE_BYTES
+
+Verdict = tuple[Code, str]
+
+
+class BoundPlan(Protocol):
+    """What admission asks of a plan."""
+
+    input_positions: int
+    output_positions: int
+    rows: int
+    retryable: bool
+    closed: Verdict | None  # why no request is taken any more
+    refused_until_ns: int  # CLOCK_MONOTONIC; 0 = not refused
+    signature: object  # equal for requests that may share a batch; None: runs alone
+    simple: bool  # open, and no other plan's ranges can overlap this one's: only `busy` and the deadline remain
+    busy: bytearray  # one byte per output position: a live request writes there
+
+    def conflict(self, input_position: int, output_position: int) -> str:
+        """The overlap with another live request's ranges, in words, or ""."""
+
+
+class Publishes(Protocol):
+    """The channel a request came from."""
+
+    def start(self, request: Request) -> None:
+        """Mark that the model is about to see the request."""
+
+    def complete(self, requests: Sequence[Request]) -> None:
+        """Publish the endings."""
+
+
+@final
+class Request:
+    """One taken submission. `ended` is set when it must not run any more (cancelled, expired)."""
+
+    __slots__ = (
+        "arrival",
+        "attempts",
+        "channel",
+        "code",
+        "copied",
+        "deadline",
+        "ended",
+        "flags",
+        "infer_ns",
+        "input_ns",
+        "input_position",
+        "note",
+        "output_ns",
+        "output_position",
+        "plan",
+        "position",
+        "priority",
+        "queue_ns",
+        "request_id",
+        "rows",
+        "sequence_id",
+        "signature",
+        "slot",
+        "started",
+    )
+
+    plan: BoundPlan | None
+
+    def __init__(self, channel: Publishes, slot: int, entry: tuple[int, ...], plan: BoundPlan | None, now: int) -> None:
+        self.channel = channel
+        self.slot = slot
+        self.plan = plan
+        self.signature = plan.signature if plan is not None else None
+        self.position = entry[0]
+        self.request_id = entry[2]
+        self.deadline = entry[3]
+        self.input_position = entry[4]
+        self.output_position = entry[5]
+        self.rows = entry[6] or (plan.rows if plan is not None else 0)
+        self.sequence_id = entry[7]
+        self.flags = entry[8]
+        self.priority = entry[9]
+        self.arrival = now
+        self.attempts = 0
+        self.started = False
+        self.ended = Code.OK
+        self.code = Code.OK
+        self.note = b""
+        self.queue_ns = self.input_ns = self.infer_ns = self.output_ns = self.copied = 0
+
+    def fail(self, code: Code, message: str) -> None:
+        """Give the request its ending; `complete` publishes it."""
+        self.code = code
+        note = message.encode(errors="replace")
+        if len(note) > NOTE_BYTES:
+            note = note[:NOTE_BYTES].decode(errors="ignore").encode()  # no half character
+        self.note = note
+
+
+def admit(request: Request, cancel: int, now: int) -> Verdict | None:
+    """The one admission check, for new work and for what a recovery finds: why this request must not run, or None."""
+    plan = request.plan
+    if (
+        plan is not None
+        and plan.simple
+        and plan.closed is None
+        and request.input_position < plan.input_positions
+        and request.output_position < plan.output_positions
+        and request.rows <= plan.rows
+        and not request.deadline
+        and cancel != request.position
+        and now >= plan.refused_until_ns
+        and not plan.busy[request.output_position]
+    ):
+        return None  # nearly always
+    if plan is None:
+        return Code.NOT_FOUND, "the request names a plan that is not bound here: prepare it again"
+    if plan.closed is not None:
+        return plan.closed
+    if now < plan.refused_until_ns:
+        return Code.UNAVAILABLE, (
+            "requests of this client for this model are refused for a minute: two of them ended a worker while running"
+            " alone"
+        )
+    if request.input_position >= plan.input_positions or request.output_position >= plan.output_positions:
+        return Code.INVALID_ARG, (
+            f"position {request.input_position}/{request.output_position} is outside the plan's"
+            f" {plan.input_positions} input and {plan.output_positions} output positions"
+        )
+    if request.rows > plan.rows:
+        return Code.INVALID_ARG, f"{request.rows} rows asked of a plan prepared for {plan.rows}"
+    if request.deadline and now >= request.deadline:
+        return Code.UNAVAILABLE, "Request timeout expired"
+    if cancel == request.position:
+        return Code.CANCELLED, "the request was cancelled"
+    overlap = plan.conflict(request.input_position, request.output_position)
+    if overlap:
+        return Code.INVALID_ARG, overlap
+    return None
