@@ -202,8 +202,8 @@ class Loop:
         try:
             execution.run()
         except Exception:
+            instance.end(rows, 0)  # the attempt counts for nothing, and what follows may fail before it runs
             run_batch(instance, [request])  # tells the ways of failing apart
-            model.free.append(instance)
             channel.complete((request,))
         else:
             request.infer_ns = took = _now() - now
@@ -211,7 +211,7 @@ class Loop:
             instance.count_inline(rows, took)
             instance.end(rows, took)
             self._ran_inline.add(model)
-        channel.complete((request,))
+            channel.finish(request)
         model.free.append(instance)
         return Inline.DONE if self.turn.leave(term) else Inline.DEPOSED
 
