@@ -74,16 +74,16 @@ def live(line: int, log: int) -> None:
     os.close(log)
     _line = Connection(line)
     orders = json.loads(_line.recv_bytes())
-    module, name = orders["function"].split(":")
-    function = getattr(importlib.import_module(module), name)
-    if orders["uid"] is not None:
-        os.setgroups([])
-        os.setgid(orders["uid"])
-        os.setuid(orders["uid"])
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after setuid, which clears it
-    if os.getppid() != parent:
-        return
     try:
+        module, name = orders["function"].split(":")
+        function = getattr(importlib.import_module(module), name)
+        if orders["uid"] is not None:
+            os.setgroups([])
+            os.setgid(orders["uid"])
+            os.setuid(orders["uid"])
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after setuid, which clears it
+        if os.getppid() != parent:
+            return
         value = function(**orders["arguments"])
         if orders["valid"]:
             valid_request()
