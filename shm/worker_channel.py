@@ -52,6 +52,7 @@ class WorkerChannel:
         "_ledger_memory",
         "_memory",
         "_pipe",
+        "_ringing",
         "_rung",
         "_submissions",
         "bell",
@@ -90,6 +91,7 @@ class WorkerChannel:
         self.head = self._ledger[HEAD]
         self._ctail = self._ledger[LEDGER_CTAIL]
         self._rung = 0  # the last stamp of WAITING that was rung for
+        self._ringing = threading.Lock()  # ring and close: after it, the pipe's number may be another descriptor's
         self.broken = ""
         self.refused = 0  # entries that broke a rule
         self.last_traffic = 0
@@ -311,12 +313,21 @@ class WorkerChannel:
 
     def ring(self) -> None:
         """Wake the client. A full pipe means it has been rung already, a broken one that it is gone."""
-        try:
-            os.write(self._pipe, b"\1")
-        except (BlockingIOError, BrokenPipeError):
-            pass
+        with self._ringing:
+            if self._pipe < 0:
+                return
+            try:
+                os.write(self._pipe, b"\1")
+            except (BlockingIOError, BrokenPipeError):
+                pass
 
     def close(self) -> None:
-        """Drop plans and requests (which refer to the channel); the mappings go with the last reference."""
+        """Ring no more; drop plans and requests (which refer to the channel).
+
+        The mappings go with the last reference. A thread that is publishing an ending may still finish that.
+        """
+        with self._ringing:
+            self._pipe = -1
         self.plans = {}
         self.live = [None] * self._geometry.slots
+        self._inline = [None] * self._geometry.slots
