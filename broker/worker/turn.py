@@ -15,13 +15,14 @@ from typing import final
 class Turn:
     """A lock that a third party may take away. A term is the number of one thread's lead."""
 
-    __slots__ = ("_guard", "_inline_since", "_lead", "_term")
+    __slots__ = ("_guard", "_inline_since", "_lead", "_overdue", "_term")
 
     def __init__(self) -> None:
         self._lead = threading.Lock()
-        self._guard = threading.Lock()  # the term and `_inline_since`, for an instant
+        self._guard = threading.Lock()  # the others below, for an instant
         self._term = 0
         self._inline_since = 0
+        self._overdue = 0  # deposed leaders that are still inside their batch
 
     def take(self) -> int:
         """Wait to lead; returns the term."""
@@ -45,13 +46,14 @@ class Turn:
         self._inline_since = now
 
     def inside(self) -> bool:
-        """Is the leader running a batch itself?"""
-        return bool(self._inline_since)
+        """Is the leader running a batch itself, or one that was deposed?"""
+        return bool(self._inline_since or self._overdue)
 
     def leave(self, term: int) -> bool:
         """The batch is over. False: this term was ended meanwhile, another thread leads."""
         with self._guard:
             if self._term != term:
+                self._overdue -= 1
                 return False
             self._inline_since = 0
             return True
@@ -65,6 +67,7 @@ class Turn:
             if not self._inline_since or now - self._inline_since <= limit_ns:
                 return False
             self._term += 1
+            self._overdue += 1  # before the next store: `inside` may look in between
             self._inline_since = 0
         self._lead.release()  # a Lock may be released by a thread that did not acquire it
         return True
