@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import os
 import select
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import final
@@ -32,6 +33,7 @@ HOT_NS = 5_000_000
 SPIN_NS = 50_000
 DEPOSE_NS = 10_000_000
 QUIET_NS = 100_000_000
+FLUSH_SWEEP = 8
 TAKE_LIMIT = 64
 BOUND_S = 0.05  # longest sleep while requests are outstanding
 IDLE_S = 3600.0
@@ -54,6 +56,7 @@ class Loop:
         self.turn = Turn()
         self.scheduler = Scheduler(self.turn)
         self.channels: dict[int, WorkerChannel] = {}  # by doorbell descriptor; replaced, never changed
+        self._changing = threading.Lock()  # `channels` is replaced by the control thread and by the leader
         self.stopping = False
         self.busy = False  # traffic lately: the control thread looks after the leader
         self._hot: list[WorkerChannel] = []
@@ -72,7 +75,8 @@ class Loop:
         """Watch a channel whose recovery has run."""
         self._block[statistics.RECOVERED] += len(recovered.suspects) + len(recovered.fresh)
         self.scheduler.adopt(recovered)
-        self.channels = {**self.channels, channel.bell: channel}
+        with self._changing:
+            self.channels = {**self.channels, channel.bell: channel}
         self._epoll.register(channel.bell, select.EPOLLIN | select.EPOLLET)
         self.wake()  # it may hold entries that were never rung
 
@@ -80,10 +84,13 @@ class Loop:
         """Stop watching; returns what was queued: it never runs."""
         channel.broken = channel.broken or "detached"
         self._forget(channel)
-        return self.scheduler.drop(channel)
+        queued = self.scheduler.drop(channel)
+        self.wake()  # it may be hot: a leader that sleeps would keep its memory mapped
+        return queued
 
     def _forget(self, channel: WorkerChannel) -> None:
-        self.channels = {bell: other for bell, other in self.channels.items() if other is not channel}
+        with self._changing:
+            self.channels = {bell: other for bell, other in self.channels.items() if other is not channel}
         try:
             self._epoll.unregister(channel.bell)
         except OSError:
@@ -142,6 +149,7 @@ class Loop:
     def _lead(self, term: int) -> Batch | None:
         """Returns a batch to run without the lead, or None when the lead was lost or the worker stops."""
         scheduler = self.scheduler
+        channel: WorkerChannel | None
         while not self.stopping:
             now = _now()
             found = False
@@ -171,6 +179,7 @@ class Loop:
                 if not self.turn.leave(term):
                     return None
             elif not found:
+                channel = None  # this frame must not keep a closed channel's memory mapped while it sleeps
                 self._pause(now)
         return None
 
@@ -264,21 +273,10 @@ class Loop:
 
     def _pause(self, now: int) -> None:
         """Nothing to take, nothing due: spin while traffic is recent, then sleep until a doorbell or a due time."""
-        for model in self._ran_inline:
-            for instance in model.instances:
-                instance.flush()
-        self._ran_inline.clear()
         if self._hot and FENCE_IS_FULL and self._spin(now + SPIN_NS):
             return
-        for channel in self._hot:
-            if channel.broken:
-                self._close_broken(channel)
-            channel.arm()
-        self._fence()
-        if any(channel.pending() for channel in self._hot):
-            # Published while it was not armed: it did not ring, so it must stay hot.
-            for channel in self._hot:
-                channel.disarm()
+        self._flush()
+        if not self._arm():
             return
         self._sleep()
         now = _now()
@@ -288,6 +286,20 @@ class Loop:
                 channel.disarm()
                 kept.append(channel)
         self._hot = kept
+
+    def _arm(self) -> bool:
+        """Have the hot channels ring. False: one has something already, all stay hot."""
+        for channel in self._hot:
+            if channel.broken:
+                self._close_broken(channel)
+            channel.arm()
+        self._fence()
+        if any(channel.pending() for channel in self._hot):
+            # Published while it was not armed: it did not ring, so it must stay hot.
+            for channel in self._hot:
+                channel.disarm()
+            return False
+        return True
 
     def _spin(self, end: int) -> bool:
         """Look at the hot channels until one has something; the cold ones ring."""
@@ -299,9 +311,18 @@ class Loop:
                     return True
             os.sched_yield()
             sweep += 1
+            if sweep == FLUSH_SWEEP:  # not at once: on a shared core the client waits for us to yield
+                self._flush()
             if not sweep & 15 and self._doorbells(0.0):
                 return True
         return False
+
+    def _flush(self) -> None:
+        """Write the statistics of what ran inline."""
+        for model in self._ran_inline:
+            for instance in model.instances:
+                instance.flush()
+        self._ran_inline.clear()
 
     def _sleep(self) -> None:
         until, outstanding = self.scheduler.next_look()
