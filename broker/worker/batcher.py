@@ -6,7 +6,7 @@ instance is free, and again at `due`.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Protocol, final
 
@@ -26,6 +26,10 @@ class Queued(Protocol):
         """None: never shares a batch."""
 
 
+# First in, first out, and quick to take one from the middle: cancelling thousands must cost nobody else anything.
+Line = OrderedDict[Queued, None]
+
+
 @final
 class SingleQueue:
     """First come, first served, one request at a time."""
@@ -33,22 +37,22 @@ class SingleQueue:
     __slots__ = ("_queue",)
 
     def __init__(self) -> None:
-        self._queue: deque[Queued] = deque()
+        self._queue: Line = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def add(self, request: Queued) -> None:
         """Queue behind all others."""
-        self._queue.append(request)
+        self._queue[request] = None
 
     def take(self, now: int) -> list[Queued]:
         """The oldest request, or []."""
-        return [self._queue.popleft()] if self._queue else []
+        return [self._queue.popitem(last=False)[0]] if self._queue else []
 
     def due(self) -> int:
-        """Never later than at once: 0."""
-        return 0
+        """When the oldest request came: it never waits for others. 0 when nothing is queued."""
+        return _oldest(self._queue).arrival if self._queue else 0
 
     def remove(self, request: Queued) -> bool:
         """Drop one request (cancelled); False when it is not queued any more."""
@@ -81,7 +85,7 @@ class DynamicBatcher:
         self._delay = config.max_queue_delay_microseconds * 1000
         levels = max(1, config.priority_levels)
         self._default_level = min(max(1, config.default_priority_level), levels)
-        self._levels: list[deque[Queued]] = [deque() for _ in range(levels)]
+        self._levels: list[Line] = [OrderedDict() for _ in range(levels)]
 
     def __len__(self) -> int:
         return sum(map(len, self._levels))
@@ -89,7 +93,7 @@ class DynamicBatcher:
     def add(self, request: Queued) -> None:
         """Queue in the request's priority level (0 or out of range: the default level)."""
         level = request.priority if 1 <= request.priority <= len(self._levels) else self._default_level
-        self._levels[level - 1].append(request)
+        self._levels[level - 1][request] = None
 
     def take(self, now: int) -> list[Queued]:
         """The next batch, or [] when it is worth waiting until `due`."""
@@ -121,7 +125,7 @@ class DynamicBatcher:
 
     def due(self) -> int:
         """When the oldest request will have waited long enough; 0 when nothing is queued."""
-        return min((queue[0].arrival for queue in self._levels if queue), default=-self._delay) + self._delay
+        return min((_oldest(queue).arrival for queue in self._levels if queue), default=-self._delay) + self._delay
 
     def remove(self, request: Queued) -> bool:
         """Drop one request (cancelled); False when it is not queued any more."""
@@ -143,7 +147,7 @@ class DynamicBatcher:
         batch: list[Queued] = []
         for queue in self._levels:
             while queue and len(batch) < count:
-                batch.append(queue.popleft())
+                batch.append(queue.popitem(last=False)[0])
         return batch
 
 
@@ -157,16 +161,19 @@ def queue_for(max_batch_size: int, config: DynamicBatching | None) -> Queue:
     return DynamicBatcher(max_batch_size, config)
 
 
-def _remove(queue: deque[Queued], request: Queued) -> bool:
-    try:
-        queue.remove(request)
-    except ValueError:
+def _oldest(queue: Line) -> Queued:
+    return next(iter(queue))
+
+
+def _remove(queue: Line, request: Queued) -> bool:
+    if request not in queue:
         return False
+    del queue[request]
     return True
 
 
-def _expire(queue: deque[Queued], now: int) -> list[Queued]:
+def _expire(queue: Line, now: int) -> list[Queued]:
     late = [request for request in queue if request.deadline and request.deadline <= now]
     for request in late:
-        queue.remove(request)
+        del queue[request]
     return late
