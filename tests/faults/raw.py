@@ -105,7 +105,7 @@ class Channel:
             self._link.reap()
         if ending.entry is None:
             return ["none", ""]
-        return [str(ending.entry[2] & CODE_MASK), ending.note.decode(errors="replace")]
+        return [str(ending.entry[2] & CODE_MASK), ending.note.rstrip(b"\0").decode(errors="replace")]
 
     def close(self) -> None:
         self._link.close()
