@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from typing import final
 
-from broker.worker.model import Instance, LoadedModel
+from broker.worker.model import MISSING, Instance, LoadedModel
 from broker.worker.plans import Plan
 from broker.worker.turn import Turn
 from shm import statistics
@@ -58,26 +58,28 @@ class Scheduler:
         self.retired: list[LoadedModel] = []  # unloaded or replaced, still at work
         self._turn = turn
 
-    def add(self, requests: list[Request]) -> None:
-        """Queue admitted requests."""
+    def add(self, requests: list[Request]) -> list[Request]:
+        """Queue admitted requests. Returns those whose model was closed since: the caller ends them."""
         with self.lock:
-            for request in requests:
-                self._enqueue(request)
+            return [request for request in requests if not self._enqueue(request)]
 
-    def adopt(self, recovered: Recovered) -> None:
-        """Take over what a recovery found: suspects run first, each alone."""
+    def adopt(self, recovered: Recovered) -> list[Request]:
+        """Take over what a recovery found: suspects run first, each alone. Returns what `add` would."""
         with self.lock:
             self.suspects.extend(recovered.suspects)
-            for request in recovered.fresh:
-                self._enqueue(request)
+            self.deadline = _earliest((self.deadline, *(request.deadline for request in recovered.suspects)))
+            return [request for request in recovered.fresh if not self._enqueue(request)]
 
-    def _enqueue(self, request: Request) -> None:
+    def _enqueue(self, request: Request) -> bool:
         model = request.plan.model  # type: ignore[union-attr]
+        if model.closed is not None:
+            return False
         model.queue.add(request)
         if model not in self.queued:
             self.queued.append(model)
         if request.deadline and (not self.deadline or request.deadline < self.deadline):
             self.deadline = request.deadline
+        return True
 
     def remove(self, request: Request) -> bool:
         """Take back a queued request (cancelled); False when it runs already."""
@@ -88,12 +90,17 @@ class Scheduler:
         if request in self.suspects:
             self.suspects.remove(request)
             return True
-        plan = request.plan
-        if not isinstance(plan, Plan) or plan.model is None or not plan.model.queue.remove(request):
-            return False
-        if not len(plan.model.queue):
-            self.queued.remove(plan.model)
-        return True
+        # Not by the plan's model: the request may be queued for the one that a reload replaced.
+        for model in self.queued:
+            if model.queue.remove(request):
+                if not len(model.queue):
+                    self._unlist(model)
+                return True
+        return False
+
+    def _unlist(self, model: LoadedModel) -> None:
+        self.queued.remove(model)
+        model.instances[0].block[statistics.PENDING] = len(model.queue)
 
     def drop(self, channel: WorkerChannel) -> list[Request]:
         """Take back everything queued from one channel: its client is gone."""
@@ -131,7 +138,7 @@ class Scheduler:
         if not requests:
             model.free.append(instance)
             return None
-        self.queued.remove(model)
+        self._unlist(model)
         if len(model.queue):
             self.queued.append(model)  # behind the others: they get their turn
         self.running += 1
@@ -159,16 +166,15 @@ class Scheduler:
 
     def expired(self, now: int) -> list[Request]:
         """Take back every queued request whose deadline has passed."""
-        late: list[Request] = []
         with self.lock:
-            self.deadline = 0
+            late = [request for request in self.suspects if request.deadline and request.deadline <= now]
+            self.suspects = deque(request for request in self.suspects if request not in late)
             for model in list(self.queued):
                 late.extend(model.queue.expired(now))  # type: ignore[arg-type]
                 if not len(model.queue):
-                    self.queued.remove(model)
-                earliest = model.queue.earliest_deadline()
-                if earliest and (not self.deadline or earliest < self.deadline):
-                    self.deadline = earliest
+                    self._unlist(model)
+            suspects = (request.deadline for request in self.suspects)
+            self.deadline = _earliest((*suspects, *(model.queue.earliest_deadline() for model in self.queued)))
         return late
 
     def next_look(self) -> tuple[int, bool]:
@@ -180,7 +186,7 @@ class Scheduler:
             until = [self.deadline] if self.deadline else []
             for model in self.queued:
                 model.instances[0].block[statistics.PENDING] = len(model.queue)
-                if model.free and not self.alone:
+                if model.free and not (self.alone or self.suspects):
                     until.append(model.queue.due())
             return min(until, default=0), bool(self.queued or self.suspects or self.running)
 
@@ -192,7 +198,23 @@ class Scheduler:
     def close_retired(self) -> None:
         """Close the retired models that have nothing left to do."""
         with self.lock:
-            done = [m for m in self.retired if not len(m.queue) and len(m.free) == len(m.instances)]
+            wanted = [request.plan.model for request in self.suspects]  # type: ignore[union-attr]
+            done = [m for m in self.retired if not len(m.queue) and m not in wanted and _claim(m)]
             self.retired = [m for m in self.retired if m not in done]
         for model in done:
             model.close()
+
+
+def _claim(model: LoadedModel) -> bool:
+    """Take all instances, so that nothing can begin to run any more; False when one is at work."""
+    free, model.free = model.free, []  # at once: the leader's inline path pops without the lock
+    if len(free) < len(model.instances):
+        model.free.extend(free)
+        return False
+    model.closed = MISSING
+    return True
+
+
+def _earliest(deadlines: tuple[int, ...]) -> int:
+    """0 = none."""
+    return min(filter(None, deadlines), default=0)
