@@ -28,7 +28,7 @@ Bytes = npt.NDArray[np.uint8]
 class PlacedTensor:
     """A tensor of a plan on mapped memory."""
 
-    __slots__ = ("_span", "aligned", "copied", "datatype", "name", "open", "place", "region", "row_bytes", "shape")
+    __slots__ = ("_span", "aligned", "datatype", "name", "open", "place", "region", "row_bytes", "shape")
 
     def __init__(self, tensor: PlanTensor, region: Region, place: Placement, batched: bool) -> None:
         spec = tensor.spec
@@ -41,7 +41,6 @@ class PlacedTensor:
         item = 1 if spec.datatype == "BYTES" else datatypes.element_size(spec.datatype)
         address = region.bytes.__array_interface__["data"][0] + place.offset
         self.aligned = address % item == 0 and place.stride % item == 0
-        self.copied = False  # inputs: copy before the run (set by the plan from the model's policy)
         self._span = region.identity, place.shifted(region.info.offset)
         self.row_bytes = place.byte_size // spec.shape[0] if batched and not self.open and spec.shape[0] > 0 else 0
 
@@ -142,9 +141,13 @@ class Plan:
         """Does any tensor lie in `region`?"""
         return any(t.region is region for t in (*self.inputs, *self.outputs))
 
+    def forget_bindings(self) -> None:
+        """Let go of the model it was bound to."""
+        self.bindings, self.staging = {}, {}
+
     def forget_memory(self) -> None:
         """Let go of every mapping. No request of the plan is live and none will be admitted."""
-        self.bindings, self.staging = {}, {}
+        self.forget_bindings()
         self.inputs = self.outputs = ()
         self.shared = ()
 
@@ -153,9 +156,7 @@ def adopt(plan: Plan, model: LoadedModel, signatures: dict[object, object]) -> N
     """Bind `plan` to `model` (again, after a reload): everything that depends on the loaded model follows."""
     plan.model = model
     plan.closed = None
-    plan.bindings, plan.staging = {}, {}
-    for tensor in plan.inputs:
-        tensor.copied = tensor.name in model.copied
+    plan.forget_bindings()
     tensors = (*plan.inputs, *plan.outputs)
     together = (
         model.config.max_batch_size > 1
@@ -165,8 +166,10 @@ def adopt(plan: Plan, model: LoadedModel, signatures: dict[object, object]) -> N
     )
     key = tuple((t.name, t.datatype, t.shape[1:]) for t in tensors)
     plan.signature = signatures.setdefault(key, key) if together else None
-    plan.adjacent = together and not any(
-        t.copied or t.open or not t.aligned or t.place.stride != t.place.byte_size for t in tensors
+    plan.adjacent = (
+        together
+        and not any(t.name in model.copied for t in plan.inputs)
+        and not any(t.open or not t.aligned or t.place.stride != t.place.byte_size for t in tensors)
     )
     plan.simplify()
 
