@@ -61,9 +61,20 @@ def execution_of(plan: Plan, instance: Instance, input_position: int, output_pos
 
 def remember(plan: Plan, key: tuple[int, int, int, int], execution: Execution) -> None:
     """Cache it with the plan, in place of the oldest when there are too many."""
-    if len(plan.bindings) >= MAX_BINDINGS:
-        plan.bindings.pop(next(iter(plan.bindings)), None)
-    plan.bindings[key] = execution
+    bindings = plan.bindings
+    if not _serves(plan, execution.instance):
+        return
+    if len(bindings) >= MAX_BINDINGS:
+        try:
+            bindings.pop(next(iter(bindings)), None)
+        except RuntimeError:
+            pass  # another instance's thread has just changed it: one too many does no harm
+    bindings[key] = execution
+
+
+def _serves(plan: Plan, instance: Instance) -> bool:
+    """Is it worth keeping? Not what a replaced or unloaded model still has queued: it would outlive the model."""
+    return plan.closed is None and plan.model is instance.model
 
 
 def bind(
@@ -82,11 +93,14 @@ def bind(
     inputs: list[Operand] = []
     copies: list[tuple[Bytes, Bytes, str]] = []
     total = rows * count
+    # Runtimes that are given strings give strings, and everything beside them, in memory of their own.
+    all_open = all_open or any(tensor.datatype == "BYTES" for tensor in (*plan.inputs, *plan.outputs))
     for tensor in plan.inputs:
         memory = _block(tensor, input_position, rows, count)
-        if tensor.copied or not tensor.aligned:
+        policy = tensor.name in instance.model.copied
+        if policy or not tensor.aligned:
             staging = _staging(instance, plan, tensor)[: memory.size]
-            copies.append((staging, memory, "policy" if tensor.copied else "align"))
+            copies.append((staging, memory, "policy" if policy else "align"))
             memory = staging
         inputs.append(Operand(tensor.name, tensor.datatype, tensor.shape_of(total), memory))
     outputs: list[Operand] = []
@@ -109,9 +123,12 @@ def _block(tensor: PlacedTensor, position: int, rows: int, count: int) -> Bytes:
 
 def _staging(instance: Instance, plan: Plan, tensor: PlacedTensor) -> Bytes:
     key = (instance.number, tensor.name)
-    found = plan.staging.get(key)
+    kept = plan.staging
+    found = kept.get(key)
     if found is None:
-        found = plan.staging[key] = aligned_buffer(tensor.place.byte_size)
+        found = aligned_buffer(tensor.place.byte_size)
+        if _serves(plan, instance):
+            kept[key] = found
     return found
 
 
