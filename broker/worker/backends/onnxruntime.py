@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Callable
 from typing import Any, final
 
@@ -25,6 +26,10 @@ ELEMENT_TYPE = {
     "FP16": 10, "FP64": 11, "UINT32": 12, "UINT64": 13, "BF16": 16,
 }  # fmt: skip
 _ERRORS_ONLY = 3
+# What the runtime puts around its reasons: the status twice, and where in its own source the check stands.
+_STATUS = re.compile(r"^(Error in execution: )?(\[ONNXRuntimeError\] : \d+ : \w+ : )?")
+_SOURCE = re.compile(r"\S*/onnxruntime/\S+\.\w+:\d+ (?:[^()]*\([^()]*\)(?: const)?(?: \[with [^]]*\])? )?")
+_MAX_REASON = 400
 
 
 def load(context: Context) -> OnnxModel:
@@ -33,7 +38,7 @@ def load(context: Context) -> OnnxModel:
     try:
         session = onnxruntime.InferenceSession(path, _options(context), providers=["CPUExecutionProvider"])
     except Exception as error:  # the runtime raises classes of its own, not one base
-        raise InferError(Code.INTERNAL, f"onnx runtime error: {_first_line(error)}") from None
+        raise _failure(Code.INTERNAL, error) from None
     return OnnxModel(session)
 
 
@@ -99,7 +104,7 @@ class _Bound:
                 else:
                     self._io.bind_output(*_place(operand))
         except Exception as error:
-            raise InferError(Code.INVALID_ARG, f"onnx runtime error: {_first_line(error)}") from None
+            raise _failure(Code.INVALID_ARG, error) from None
 
     @property
     def run(self) -> Callable[[], None]:
@@ -107,13 +112,16 @@ class _Bound:
         return self._run_open if self._open else self._run_closed
 
     def _run_closed(self) -> None:
-        self._session.run_with_iobinding(self._io)
+        try:
+            self._session.run_with_iobinding(self._io)
+        except Exception as error:
+            raise _failure(Code.INTERNAL, error) from None
 
     def _run_open(self) -> None:
         # The binding keeps what the last run allocated and would demand the same shape again.
         for name, _ in self._open:
             self._io.bind_output(name, "cpu")
-        self._session.run_with_iobinding(self._io)
+        self._run_closed()
 
     def results(self) -> list[npt.NDArray[np.generic]]:
         values = self._io.get_outputs()
@@ -122,7 +130,7 @@ class _Bound:
 
 @final
 class _Feed:
-    """`session.run` with arrays: for models with string tensors."""
+    """`session.run` with arrays: for models with string tensors. Every output is the runtime's own."""
 
     __slots__ = ("_inputs", "_outputs", "_results", "_session")
 
@@ -134,17 +142,10 @@ class _Feed:
 
     def run(self) -> None:
         feeds = {operand.name: _array(operand) for operand in self._inputs}
-        found = self._session.run([operand.name for operand in self._outputs], feeds)
-        self._results = []
-        for operand, value in zip(self._outputs, found, strict=True):
-            if operand.memory is None:
-                self._results.append(value)
-                continue
-            if value.shape != operand.shape:
-                raise InferError(
-                    Code.INTERNAL, f"output '{operand.name}' has shape {value.shape}, expected {operand.shape}"
-                )
-            operand.memory[:] = np.ascontiguousarray(value).view(np.uint8).reshape(-1)
+        try:
+            self._results = self._session.run([operand.name for operand in self._outputs], feeds)
+        except Exception as error:
+            raise _failure(Code.INTERNAL, error) from None
 
     def results(self) -> list[npt.NDArray[np.generic]]:
         return self._results
@@ -179,6 +180,7 @@ def _view(value: Any, datatype: str) -> npt.NDArray[np.generic]:
     return flat.reshape(shape)
 
 
-def _first_line(error: Exception) -> str:
-    """The runtime's text without its source paths."""
-    return str(error).strip().splitlines()[0][:400]
+def _failure(code: Code, error: Exception) -> InferError:
+    """The runtime's reason in one line."""
+    text = _SOURCE.sub("", _STATUS.sub("", " ".join(str(error).split())))
+    return InferError(code, f"onnx runtime error: {text[:_MAX_REASON]}")
