@@ -140,6 +140,7 @@ class SmallBroker:
         self.answers: dict[str, Callable[[Any], Any]] = {}  # what to answer instead, by type of request
         self._held: list[Request] = []
         self._generation = 0
+        self._fence = threading.Lock()
         self._thread: threading.Thread | None = None
         self.start()
 
@@ -188,10 +189,13 @@ class SmallBroker:
         poller = select.poll()
         for fd in (self._listener, self._wake, *(session.sock for session in self._sessions)):
             poller.register(fd, select.POLLIN)
-        for session in self._sessions:
-            for channel, _ in session.channels:
-                poller.register(channel.bell, select.POLLIN)
-        busy = any(channel.pending() for session in self._sessions for channel, _ in session.channels)
+        channels = [channel for session in self._sessions for channel, _ in session.channels]
+        for channel in channels:
+            poller.register(channel.bell, select.POLLIN)
+            channel.arm()
+        with self._fence:  # either the client sees that we sleep, or we see what it published
+            pass
+        busy = any(channel.pending() for channel in channels)
         poller.poll(0 if busy else 1000)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
