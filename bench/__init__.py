@@ -1,0 +1,9 @@
+"""Benchmarks: one module per question, each run by `python -m bench.NAME [--quick]`, all by `make bench`.
+
+    latency     what does a request cost over calling the model in one's own process?
+    throughput  how many requests per second, and does dynamic batching keep up with the best batch in-process?
+    hop         what do the transports between two processes cost by themselves?
+
+Absolute times belong to one machine and one minute. So every row is measured in several rounds that interleave all
+rows, every round measures the row's floor as well, and the tables show medians over rounds with the ratio to the floor.
+"""

@@ -1,0 +1,182 @@
+"""A broker for one benchmark, processes beside it, and on which cores everything runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.models import Model, write_repository
+from broker.commands import ask_status
+from broker.zygote import PR_SET_PDEATHSIG, prctl
+
+START_S = 60.0
+STOP_S = 30.0
+
+
+def die_with_parent() -> None:
+    """A benchmark that is killed leaves nothing behind."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Broker:
+    """`tensorbroker serve` on a repository of `models`, in a directory of its own. A context manager."""
+
+    def __init__(self, models: Iterable[Model]) -> None:
+        self._scratch = tempfile.TemporaryDirectory(prefix="tensorbroker-bench-")
+        root = Path(self._scratch.name)
+        repository = write_repository(root / "models", models)
+        self.directory = root / "run"
+        self.directory.mkdir(mode=0o700)
+        self._log_path = root / "log"
+        with self._log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "broker", "serve"),
+                    *("--model-repository", str(repository), "--directory", str(self.directory)),
+                ],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                preexec_fn=die_with_parent,
+            )
+
+    def __enter__(self) -> Broker:
+        stdout = self._process.stdout
+        assert stdout is not None
+        readable, _, _ = select.select([stdout], [], [], START_S)
+        if not readable or b"is ready" not in stdout.readline():
+            log = self._log_path.read_text()
+            self.__exit__()
+            raise SystemExit(f"the broker did not start:\n{log}")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.terminate()
+        try:
+            failed = self._process.wait(STOP_S) != 0
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            failed = True
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        if failed:
+            print(self._log_path.read_text(), file=sys.stderr)
+        self._scratch.cleanup()
+
+    @property
+    def url(self) -> str:
+        return f"ipc://{self.directory}"
+
+    def worker(self) -> int:
+        """Pid of the process that runs the models."""
+        (worker,) = ask_status(str(self.directory))["workers"]
+        return int(worker["pid"])
+
+    def pids(self) -> list[int]:
+        """The broker and everything it started."""
+        found, todo = [], [self._process.pid]
+        while todo:
+            pid = todo.pop()
+            found.append(pid)
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                todo += map(int, (task / "children").read_text().split())
+        return found
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """CPU time that the threads of these processes have used. Finer than the clock ticks of /proc/PID/stat."""
+    tasks = (task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir())
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+# --- placement ----------------------------------------------------------------------------------------------------
+
+CORES = tuple(sorted(os.sched_getaffinity(0)))
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """On which cores the client and the other side run; None: wherever the scheduler likes."""
+
+    name: str
+    client: int | None = None
+    other: int | None = None
+
+
+UNPINNED = Placement("unpinned")
+SPLIT = Placement("split cores", CORES[0], CORES[-1])
+SAME = Placement("same core", CORES[0], CORES[0])
+
+
+@contextlib.contextmanager
+def placed(placement: Placement, other: int) -> Iterator[None]:
+    """Pins this process and the process `other`, every thread of both."""
+    try:
+        _pin(os.getpid(), placement.client)
+        _pin(other, placement.other)
+        yield
+    finally:
+        _pin(os.getpid(), None)
+        _pin(other, None)
+
+
+def _pin(pid: int, core: int | None) -> None:
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread), CORES if core is None else {core})
+
+
+# --- processes beside ---------------------------------------------------------------------------------------------
+
+
+class Companion:
+    """`python -m bench.MODULE …`, which speaks lines and ends when its standard input does. A context manager."""
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._name = module
+
+    def __enter__(self) -> Companion:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            self._process.communicate(timeout=STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+
+    def tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def hear(self, limit_s: float = START_S) -> str:
+        """Its next line."""
+        assert self._process.stdout is not None
+        readable, _, _ = select.select([self._process.stdout], [], [], limit_s)
+        line = self._process.stdout.readline() if readable else ""
+        if not line:
+            raise RuntimeError(f"{self._name} says nothing (exit code {self._process.poll()})")
+        return line.rstrip("\n")
+
+
+@contextlib.contextmanager
+def idle_clients(broker: Broker, count: int) -> Iterator[None]:
+    """`count` clients that have made one request each and stay connected."""
+    if not count:
+        yield
+        return
+    with Companion("bench.idle", broker.url, str(count)) as companion:
+        companion.hear()
+        yield

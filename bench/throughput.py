@@ -1,0 +1,234 @@
+"""How many requests per second, and does dynamic batching keep up with the best batch in-process?
+
+    python -m bench.throughput [--quick] [--rounds N] [--output DIR]
+
+Load comes from processes of their own (`bench.load`). The floor of a tiny model is the same model in this process, a
+row at a time or 64 rows at a time; that of a network is the best batch that is no larger than the requests in flight,
+with as many runtime threads as the worker has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+import clientlib
+from bench.in_process import InProcess
+from bench.load import Order, Outcome
+from bench.measure import LEAST, Row, interleave, sample
+from bench.models import NETWORKS, Model, identity, network
+from bench.processes import START_S, Broker, Companion
+from bench.report import Column, Goal, Table, machine, plot, publish
+from bench.settings import Settings, parse
+
+ROW = 256  # FP32 elements: 1 KiB
+BATCHED = 64
+IN_FLIGHT = 64
+AWAITED = 500
+PROCESSES = (1, 2, 4, 8)
+BATCHES = (1, 2, 4, 8)
+TINY_S, NETWORK_S, BATCH_S = 1.0, 3.0, 1.0
+QUEUE_DELAY_US = 2000
+THREADS = len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`processes` clients with `in_flight` requests each. `processes` 0: in this process, its threads spinning."""
+
+    model: str
+    processes: int
+    in_flight: int
+    awaited: bool = False
+
+
+MODELS = {
+    model.name: model
+    for model in (
+        identity(ROW, "one_by_one", 1),
+        identity(ROW, "batched", BATCHED),
+        *(network(source, THREADS, size, QUEUE_DELAY_US) for source in NETWORKS for size in (2, 4, 8)),
+    )
+}
+
+
+def tiny_cases() -> dict[str, Case]:
+    cases = {}
+    for model, text in (("one_by_one", "one by one"), ("batched", "batched")):
+        for count in PROCESSES:
+            cases[f"{text}, {count} client process{'es' if count > 1 else ''}"] = Case(model, count, IN_FLIGHT)
+        cases[f"{text}, {AWAITED} awaited on one event loop"] = Case(model, 1, AWAITED, awaited=True)
+    return cases
+
+
+def network_cases() -> dict[str, Case]:
+    cases = {}
+    for source in NETWORKS:
+        for clients, limit in ((4, 4), (4, 2), (8, 8), (8, 4)):
+            cases[f"{source}, {clients} clients, batches ≤ {limit}"] = Case(f"{source}_{limit}", clients, 1)
+        cases[f"{source}, in-process, spinning threads"] = Case(f"{source}_8", 0, 8)
+    return cases
+
+
+COLUMNS = (
+    Column("req/s", "rate", ",.1f"),
+    Column("in-process", "floor", ",.1f"),
+    Column("its batch", "floor batch", ".0f"),
+    Column("ratio", "ratio", ".3f"),
+    Column("µs/request", "cost", ",.1f"),
+    Column("above floor", "above", "+,.1f"),
+    Column("mean batch", "batch", ".2f"),
+    Column("copied B/request", "copied", ",.0f"),
+)
+
+
+class Bench:
+    """What all rows share: a control connection, the client processes, and the sessions of the floor."""
+
+    def __init__(self, broker: Broker, clients: list[Companion], settings: Settings) -> None:
+        self._clients = clients
+        self._settings = settings
+        self._control = clientlib.connect(broker.url)
+        self._sessions: dict[tuple[str, bool], InProcess] = {}
+        self._floors: dict[tuple[str, int, bool], float] = {}
+        self._round = -1
+
+    def close(self) -> None:
+        self._control.close()
+
+    def measure(self, case: Case, number: int) -> dict[str, float]:
+        if number != self._round:  # floors are measured again in every round
+            self._round, self._floors = number, {}
+        floor, floor_batch = self._floor(case)
+        if case.processes:
+            rate, extra = self._load(case)
+        else:
+            rate, extra = self._best(case.model, case.in_flight, spin=True)[0], {}
+        return {
+            "rate": rate,
+            "floor": floor,
+            "floor batch": floor_batch,
+            "ratio": rate / floor,
+            "cost": 1e6 / rate,
+            "above": 1e6 / rate - 1e6 / floor,
+            **extra,
+        }
+
+    def _floor(self, case: Case) -> tuple[float, int]:
+        model = MODELS[case.model]
+        if model.source == "identity":
+            return self._in_process(model, model.max_batch_size), model.max_batch_size
+        return self._best(case.model, max(1, case.processes) * case.in_flight)
+
+    def _best(self, model: str, limit: int, *, spin: bool = False) -> tuple[float, int]:
+        """The best rate and its batch size, of batches up to `limit`."""
+        sizes = [size for size in BATCHES if size <= limit]
+        return max((self._in_process(MODELS[model], size, spin=spin), size) for size in sizes)
+
+    def _in_process(self, model: Model, batch: int, *, spin: bool = False) -> float:
+        """Rows per second in this process, in batches of `batch`; once per round."""
+        key = (model.source, batch, spin)
+        if key not in self._floors:
+            session = self._sessions.get((model.source, spin))
+            if session is None:
+                session = self._sessions[model.source, spin] = InProcess(model, spin=spin)
+            x = np.zeros((batch, *model.row), np.float32)
+            y = np.zeros((batch, *model.output_row), np.float32)
+            least = 1 if self._settings.quick else LEAST
+            samples = sample(session.bind(x, y), self._settings.seconds(BATCH_S), least=least)
+            self._floors[key] = batch * len(samples) / sum(samples)
+        return self._floors[key]
+
+    def _load(self, case: Case) -> tuple[float, dict[str, float]]:
+        """Requests per second of all clients together, and what the statistics say of them."""
+        model = MODELS[case.model]
+        seconds = self._settings.seconds(TINY_S if model.source == "identity" else NETWORK_S)
+        order = Order(
+            model=model.name,
+            input=model.input,
+            output=model.output,
+            row=model.row,
+            output_row=model.output_row,
+            in_flight=case.in_flight,
+            seconds=seconds,
+            awaited=case.awaited,
+        )
+        clients = self._clients[: case.processes]
+        for client in clients:
+            client.tell(msgspec.json.encode(order).decode())
+        for client in clients:
+            client.hear()
+        before = self._counters(model.name)
+        for client in clients:
+            client.tell("go")
+        outcomes = [msgspec.json.decode(client.hear(seconds + START_S), type=Outcome) for client in clients]
+        after = self._counters(model.name)
+        rows, runs, copied = (now - then for now, then in zip(after, before, strict=True))
+        rate = sum(outcome.requests / outcome.seconds for outcome in outcomes)
+        return rate, {"batch": rows / max(1, runs), "copied": copied / max(1, rows)}
+
+    def _counters(self, model: str) -> tuple[int, int, int]:
+        (counters,) = self._control.statistics(model)
+        return counters["inference_count"], counters["execution_count"], sum(counters["copied_bytes"].values())
+
+
+def goals(tiny: list[Row[Case]], networks: list[Row[Case]]) -> list[Goal]:
+    by_name = {row.name: row for row in [*tiny, *networks]}
+
+    def least(limit: float) -> Callable[[float], bool]:
+        return lambda value: value >= limit
+
+    rates = (
+        ("one by one, 1 client process", 80_000),
+        ("batched, 1 client process", 200_000),
+        (f"batched, {AWAITED} awaited on one event loop", 100_000),
+    )
+    squeezenet = "squeezenet, 4 clients, batches ≤ 4"
+    return [
+        *(
+            Goal(f"{name}: at least {rate:,} requests/s", by_name[name].median("rate"), least(rate))
+            for name, rate in rates
+        ),
+        Goal(f"{squeezenet}: at least 0.95 of in-process", by_name[squeezenet].median("ratio"), least(0.95)),
+    ]
+
+
+@contextlib.contextmanager
+def _bench(settings: Settings) -> Iterator[Bench]:
+    with contextlib.ExitStack() as stack:
+        broker = stack.enter_context(Broker(MODELS.values()))
+        clients = [stack.enter_context(Companion("bench.load", broker.url)) for _ in range(max(PROCESSES))]
+        bench = Bench(broker, clients, settings)
+        stack.callback(bench.close)
+        yield bench
+
+
+def main() -> None:
+    settings = parse("Requests per second, against the model in-process")
+    facts = machine()
+    print(facts, flush=True)
+    tiny = [Row(name, case) for name, case in tiny_cases().items()]
+    networks = [Row(name, case) for name, case in network_cases().items()]
+    with _bench(settings) as bench:
+        interleave([*tiny, *networks], settings.rounds, bench.measure)
+    tables = {
+        "tiny": Table(
+            f"Identity, rows of 1 KiB, {IN_FLIGHT} in flight per process; medians over rounds", tiny, COLUMNS
+        ),
+        "networks": Table(
+            f"Networks, one row per request and one request in flight per client, {THREADS} runtime threads",
+            networks,
+            COLUMNS,
+        ),
+    }
+    publish("throughput", settings, facts, tables, goals(tiny, networks))
+    plot("throughput", settings, [(table, "rate", {"in-process": "floor"}) for table in tables.values()], "requests/s")
+
+
+if __name__ == "__main__":
+    main()
