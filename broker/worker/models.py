@@ -6,6 +6,7 @@ Loads come from threads of their own, everything else from the control thread.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import final
 
 from broker.worker import backends
@@ -17,6 +18,7 @@ from shm.admission import Verdict
 from shm.errors import Code, InferError
 
 MAX_SIGNATURES = 4096
+Plans = Callable[[], list[Plan]]  # all that are bound, asked for after a change: none may slip in between
 CHANGED: Verdict = (Code.UNAVAILABLE, "the model was reloaded with other inputs or outputs: prepare the plan again")
 
 
@@ -52,45 +54,44 @@ class ModelTable:
             self._versions.setdefault(config.name, {})
         return model
 
-    def publish(self, model: LoadedModel, plans: list[Plan]) -> None:
+    def publish(self, model: LoadedModel, plans: Plans) -> None:
         """Serve with `model` from now on; what is queued for the one it replaces still runs there."""
         with self._lock:
             old = self._versions[model.name].get(model.version)
             self._versions[model.name][model.version] = model
-        for plan in plans:
+        for plan in plans():
             if plan.model_name == model.name:
                 self._settle(plan)
         if old is not None:
             self._loop.retire(old)
 
-    def unload(self, name: str, version: int, plans: list[Plan]) -> None:
+    def unload(self, name: str, version: int, plans: Plans) -> None:
         """Plans move to the version that is the latest now, or are closed; what is queued still runs."""
         with self._lock:
             old = self._versions.get(name, {}).pop(version, None)
-        for plan in plans:
-            if plan.model_name == name and plan.model is old:
+        for plan in plans():
+            if plan.model_name == name:
                 self._settle(plan)
         if old is not None:
             self._loop.retire(old)
 
     def bind(self, plan: Plan) -> None:
-        """Give a new plan its model."""
+        """Give a new plan its model. It is among the plans that a load sees by now."""
         self._settle(plan)
 
     def _settle(self, plan: Plan) -> None:
-        with self._lock:
+        with self._lock:  # until it is done: a load and a bind may settle the same plan at once
             versions = self._versions.get(plan.model_name, {})
             model = versions.get(plan.version or max(versions, default=0))
-        if plan.closed not in (None, MISSING, CHANGED):
-            return
-        if model is None:
-            plan.close(MISSING)
-        elif plan.model is not None and not _same_signature(plan.model, model):
-            plan.close(CHANGED)
-        elif plan.model is not model:
-            if len(self._signatures) > MAX_SIGNATURES:
-                self._signatures.clear()
-            adopt(plan, model, self._signatures)
+            if plan.closed not in (None, MISSING, CHANGED):
+                return
+            if model is None or (plan.model is not None and not _same_signature(plan.model, model)):
+                plan.close(MISSING if model is None else CHANGED)
+                plan.forget_bindings()
+            elif plan.model is not model or plan.closed is not None:
+                if len(self._signatures) > MAX_SIGNATURES:
+                    self._signatures.clear()
+                adopt(plan, model, self._signatures)
 
 
 def _same_signature(old: LoadedModel, new: LoadedModel) -> bool:
