@@ -123,11 +123,12 @@ class Control:
 
     def _load(self, message: messages.LoadInstances, blocks: Sequence[memoryview]) -> None:
         model = self._models.load(message, list(blocks))
-        self._need_threads(self._models.instances + 1)
-        self._models.publish(model, self._all_plans())
+        self._models.publish(model, self._all_plans)
+        retired = sum(len(model.instances) for model in self._loop.scheduler.retired)  # may still be at work
+        self._need_threads(self._models.instances + retired)
 
     def _on_UnloadModel(self, message: messages.UnloadModel, fds: list[int]) -> bool:
-        self._models.unload(message.model, message.version, self._all_plans())
+        self._models.unload(message.model, message.version, self._all_plans)
         return True
 
     def _in_thread(self, number: int, work: Callable[[], None]) -> None:
@@ -189,8 +190,8 @@ class Control:
             return True
         plan = Plan(message, self._regions, self._loop.live_requests)
         self._crowds.enter(plan)
-        self._models.bind(plan)
         plans[key] = plan
+        self._models.bind(plan)
         return True
 
     def _on_DropPlan(self, message: messages.DropPlan, fds: list[int]) -> bool:
@@ -240,8 +241,8 @@ class Control:
             return all(request is None for request in channel.live)
 
         def gone() -> None:
-            sockets.close_all(self._fds.pop(message.channel))
             channel.close()
+            sockets.close_all(self._fds.pop(message.channel))
             self._prune(self._sessions.pop(message.channel))
             self._acknowledge(message.id)
 
