@@ -14,6 +14,8 @@ from shm.layout import NOTE_BYTES
 
 Verdict = tuple[Code, str]
 
+EXPIRED: Verdict = (Code.UNAVAILABLE, "Request timeout expired")
+
 
 class BoundPlan(Protocol):
     """What admission asks of a plan."""
@@ -139,7 +141,7 @@ def admit(request: Request, cancel: int, now: int) -> Verdict | None:
     if request.rows > plan.rows:
         return Code.INVALID_ARG, f"{request.rows} rows asked of a plan prepared for {plan.rows}"
     if request.deadline and now >= request.deadline:
-        return Code.UNAVAILABLE, "Request timeout expired"
+        return EXPIRED
     if cancel == request.position:
         return Code.CANCELLED, "the request was cancelled"
     overlap = plan.conflict(request.input_position, request.output_position)
