@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable
 from typing import final
 
 from broker.worker.execute import run_batch
-from broker.worker.model import LoadedModel
+from broker.worker.model import MISSING, LoadedModel
 from broker.worker.plans import Plan
 from broker.worker.scheduler import SHORT_NS, Batch, Scheduler
 from broker.worker.turn import Turn
 from shm import statistics
-from shm.admission import Publishes, Request
+from shm.admission import EXPIRED, Publishes, Request
 from shm.errors import Code
 from shm.fence import FENCE_IS_FULL, Fence
 from shm.layout import TAIL
@@ -56,6 +56,7 @@ class Loop:
         self.turn = Turn()
         self.scheduler = Scheduler(self.turn)
         self.channels: dict[int, WorkerChannel] = {}  # by doorbell descriptor; replaced, never changed
+        self._attached: list[WorkerChannel] = []  # with those that are not watched any more and still have requests
         self._changing = threading.Lock()  # `channels` is replaced by the control thread and by the leader
         self.stopping = False
         self.busy = False  # traffic lately: the control thread looks after the leader
@@ -74,19 +75,23 @@ class Loop:
     def attach(self, channel: WorkerChannel, recovered: Recovered) -> None:
         """Watch a channel whose recovery has run."""
         self._block[statistics.RECOVERED] += len(recovered.suspects) + len(recovered.fresh)
-        self.scheduler.adopt(recovered)
+        self._attached = [*self._attached, channel]
+        self.end(self.scheduler.adopt(recovered), *MISSING)
         with self._changing:
             self.channels = {**self.channels, channel.bell: channel}
         self._epoll.register(channel.bell, select.EPOLLIN | select.EPOLLET)
         self.wake()  # it may hold entries that were never rung
 
-    def detach(self, channel: WorkerChannel) -> list[Request]:
-        """Stop watching; returns what was queued: it never runs."""
+    def detach(self, channel: WorkerChannel) -> None:
+        """Stop watching, and end what is queued: it never runs."""
         channel.broken = channel.broken or "detached"
         self._forget(channel)
-        queued = self.scheduler.drop(channel)
+        self.end(self.scheduler.drop(channel), Code.CANCELLED, "the session ended")
         self.wake()  # it may be hot: a leader that sleeps would keep its memory mapped
-        return queued
+
+    def release(self, channel: WorkerChannel) -> None:
+        """Nothing of a detached channel runs any more."""
+        self._attached = [other for other in self._attached if other is not channel]
 
     def _forget(self, channel: WorkerChannel) -> None:
         with self._changing:
@@ -106,9 +111,14 @@ class Loop:
         self.turn.depose(now, DEPOSE_NS)
         if self.scheduler.retired:
             self.scheduler.close_retired()
-        quiet = all(now - channel.last_traffic > QUIET_NS for channel in self.channels.values())
-        if quiet and not self.scheduler.retired and self.scheduler.idle():
+        if self._quiet(now):
             self.busy = False
+            if not self._quiet(now):  # traffic that came in between saw that somebody looks
+                self.busy = True
+
+    def _quiet(self, now: int) -> bool:
+        quiet = all(now - channel.last_traffic > QUIET_NS for channel in self.channels.values())
+        return quiet and not self.scheduler.retired and self.scheduler.idle()
 
     def _ask_for_watch(self) -> None:
         self.busy = True
@@ -122,12 +132,16 @@ class Loop:
             pass
 
     def idle(self) -> bool:
-        """Nothing queued, nothing running, nothing published and not taken."""
-        return self.scheduler.idle() and not any(channel.pending() for channel in self.channels.values())
+        """Nothing published and not taken, nothing taken and not ended."""
+        for channel in self._attached:
+            with channel.lock:  # an ending that is being published does not count yet
+                if channel.pending() or any(channel.live):
+                    return False
+        return self.scheduler.idle()
 
     def live_requests(self) -> Iterable[Request]:
-        """Every request taken and not ended, of all channels."""
-        for channel in self.channels.values():
+        """Every request taken and not ended, of all channels: a session's end does not stop what runs for it."""
+        for channel in self._attached:
             for request in channel.live:
                 if request is not None:
                     yield request
@@ -141,9 +155,10 @@ class Loop:
             batch = self._lead(term)
             self.turn.step_down(term)
             while batch is not None:
+                was_alone = batch.alone
                 self._run(batch)
                 batch = self.scheduler.due(_now())
-                if batch is None and self.scheduler.waiting():
+                if (batch is None or was_alone) and self.scheduler.waiting():
                     self.wake()  # the leader may sleep because this instance was taken
 
     def _lead(self, term: int) -> Batch | None:
@@ -169,7 +184,7 @@ class Loop:
             batch = None
             if scheduler.queued or scheduler.suspects:
                 if scheduler.deadline and now >= scheduler.deadline:
-                    self._end(scheduler.expired(now), Code.UNAVAILABLE, "Request timeout expired")
+                    self.end(scheduler.expired(now), *EXPIRED)
                 batch = scheduler.due(now)
             if batch is not None:
                 if not batch.short():
@@ -229,16 +244,17 @@ class Loop:
         taken: list[Request] = []
         notable = channel.take(TAKE_LIMIT, now, taken)
         if taken:
-            self.scheduler.add(taken)
+            self.end(self.scheduler.add(taken), *MISSING)
         refused = [request for request, admitted in notable if not admitted]
         if refused:
             self._count_endings(refused)
             channel.complete(refused)
         # A running request is not interrupted; its ending tells how it ended.
         cancelled = [request for request, admitted in notable if admitted and self.scheduler.remove(request)]
-        self._end(cancelled, Code.CANCELLED, "the request was cancelled")
+        self.end(cancelled, Code.CANCELLED, "the request was cancelled")
 
-    def _end(self, requests: list[Request], code: Code, text: str) -> None:
+    def end(self, requests: list[Request], code: Code, text: str) -> None:
+        """Give requests that have not run, and will not, their ending."""
         for request in requests:
             request.fail(code, text)
             self._count_endings([request])
@@ -247,9 +263,10 @@ class Loop:
     def _count_endings(self, requests: list[Request]) -> None:
         for request in requests:
             if isinstance(request.plan, Plan) and request.plan.model is not None:
-                block = request.plan.model.instances[0].block
                 word = statistics.CANCELLED if request.code == Code.CANCELLED else statistics.FAIL
-                block[word] += 1
+                if request.note == EXPIRED[1].encode():
+                    word = statistics.EXPIRED
+                request.plan.model.instances[0].block[word] += 1
 
     def _run(self, batch: Batch) -> None:
         requests = batch.requests
@@ -282,7 +299,9 @@ class Loop:
         now = _now()
         kept = []
         for channel in self._hot:
-            if now - channel.last_traffic < HOT_NS and not channel.broken:
+            if channel.broken:
+                self._close_broken(channel)
+            elif now - channel.last_traffic < HOT_NS:
                 channel.disarm()
                 kept.append(channel)
         self._hot = kept
@@ -319,10 +338,9 @@ class Loop:
 
     def _flush(self) -> None:
         """Write the statistics of what ran inline."""
-        for model in self._ran_inline:
-            for instance in model.instances:
+        while self._ran_inline:  # a deposed leader may add to it meanwhile
+            for instance in self._ran_inline.pop().instances:
                 instance.flush()
-        self._ran_inline.clear()
 
     def _sleep(self) -> None:
         until, outstanding = self.scheduler.next_look()
@@ -356,7 +374,7 @@ class Loop:
 
     def _heat(self, channel: WorkerChannel) -> None:
         channel.last_traffic = _now()
-        if channel not in self._hot and not channel.broken:
+        if channel not in self._hot:
             channel.disarm()
             self._hot.append(channel)
         if not self.busy:
