@@ -24,7 +24,6 @@ from broker.worker.overlap import Crowds
 from broker.worker.plans import Plan
 from broker.worker.regions import RegionTable
 from shm import recovery, sockets
-from shm.admission import Request
 from shm.errors import Code, InferError
 from shm.statistics import StatisticsPage
 from shm.worker_channel import WorkerChannel
@@ -235,12 +234,13 @@ class Control:
         channel = self._channels.pop(message.channel, None)
         if channel is None:
             return True
-        self._end(self._loop.detach(channel), Code.CANCELLED, "the session ended")
+        self._loop.detach(channel)
 
         def idle() -> bool:
             return all(request is None for request in channel.live)
 
         def gone() -> None:
+            self._loop.release(channel)
             channel.close()
             sockets.close_all(self._fds.pop(message.channel))
             self._prune(self._sessions.pop(message.channel))
@@ -248,11 +248,6 @@ class Control:
 
         self._when(idle, gone)
         return False
-
-    def _end(self, requests: list[Request], code: Code, text: str) -> None:
-        for request in requests:
-            request.fail(code, text)
-            request.channel.complete((request,))
 
     def _report_broken(self, channel: WorkerChannel) -> None:
         self._link.send(messages.ChannelBroken(channel=channel.number, reason=channel.broken))
