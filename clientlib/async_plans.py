@@ -111,7 +111,7 @@ class AsyncPlan:
         input_slot: int,
         output_slot: int | None,
         options: tuple[int, int, int, bool, bool],
-        values: Sequence[npt.NDArray[Any]] | None = None,
+        values: Sequence[npt.NDArray[Any]] = (),
     ) -> AsyncPending:
         deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
         bound = self._bound or await self._bind(timeout)
@@ -135,7 +135,7 @@ class AsyncPlan:
         pending = AsyncPending(
             self, bound, input_slot, output_slot, options[0], deadline_ns, options[1], flags, options[2], lease
         )
-        if lease is not None and values is not None:
+        if lease is not None and values:
             pending.copied = bound.layout.write(lease.place, values)
         self._claim(bound, pending)
         try:

@@ -127,7 +127,7 @@ class Plan:
         sequence_id: int,
         sequence_start: bool,
         sequence_end: bool,
-        values: Sequence[npt.NDArray[Any]] | None = None,
+        values: Sequence[npt.NDArray[Any]] = (),
     ) -> Pending:
         deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
         try:
@@ -157,7 +157,7 @@ class Plan:
         pending = Pending(self, bound.lane, bound.layout, input_slot, output_slot, rows, deadline_ns)
         if lease is not None:
             pending.lease = lease
-            if values is not None:
+            if values:
                 pending.copied = bound.layout.write(lease.place, values)
         if bound.ranges.rivals is not None or bound.live.setdefault(output_slot, pending) is not pending:
             self._claim(bound, pending)
