@@ -269,8 +269,9 @@ class Worker:
             _log.exception("worker '%s' cannot be brought up", self.key)
             process.kill("the broker could not bring it up")
         else:
-            self.state = "ready"
-            self._state.up.set()
+            if not process.died.is_set():  # its last words and its death may come in one turn of the event loop
+                self.state = "ready"
+                self._state.up.set()
 
     def _exited(self, process: WorkerProcess) -> None:
         """Before anything else that follows a death: the endings that are due, in this turn of the event loop."""
