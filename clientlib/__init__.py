@@ -11,6 +11,9 @@ when first used. See `Client` for what each does.
 from __future__ import annotations
 
 from clientlib.async_client import AsyncClient, connect_async
+from clientlib.async_pending import AsyncPending
+from clientlib.async_plans import AsyncPlan
+from clientlib.callable_model import AsyncModel, Model
 from clientlib.client import Client, connect
 from clientlib.default import (
     create_region,
@@ -35,12 +38,16 @@ from shm.errors import ConnectionLost, ForkedError, InferError
 
 __all__ = [
     "AsyncClient",
+    "AsyncModel",
+    "AsyncPending",
+    "AsyncPlan",
     "AsyncRegion",
     "Client",
     "ConnectionLost",
     "ForkedError",
     "InferError",
     "InferResult",
+    "Model",
     "Pending",
     "Plan",
     "Region",

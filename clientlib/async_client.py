@@ -32,7 +32,7 @@ from shm.errors import Code, ConnectionLost, InferError
 from shm.messages import ModelMetadata, RegionRecord
 
 T = TypeVar("T")
-BUDGET = Budget(places=256, byte_size=16 << 20)  # a loop has hundreds of requests in flight where a thread has one
+BUDGET = Budget(places=512, byte_size=16 << 20)  # a loop has hundreds of requests in flight where a thread has one
 
 
 async def connect_async(url: str | None = None, *, timeout: float = 30, slots: int = 512) -> AsyncClient:
@@ -160,7 +160,7 @@ class AsyncClient:
                     if plan is None:
                         fresh = plan = AsyncPlan(self, asked.recipe(BUDGET))
                         await self._run(lambda link: self.native.prepare(link, fresh), timeout or CALL_S)
-                        self._automatic.keep(asked.key, fresh)
+                        self._automatic.keep(asked.key, fresh, fresh.places_byte_size)
             finally:
                 self._preparing.pop(asked.key, None)
         try:

@@ -87,6 +87,11 @@ class AsyncPlan:
             await self._client.grow(self, needed, timeout)
         return await (await self._start(timeout, 0, None, options, values)).finish()
 
+    @property
+    def places_byte_size(self) -> int:
+        """What the plan takes of the client's own memory."""
+        return self.prepared.layout.byte_size if self.prepared is not None else 0
+
     def unbind(self) -> None:
         """The next request asks for its channel and the plan's word again."""
         self._bound = None

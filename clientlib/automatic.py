@@ -23,6 +23,7 @@ P = TypeVar("P")
 Array = npt.NDArray[Any]
 Inputs = Mapping[str, Array | TensorRef]
 MAX_PLANS = 64
+MAX_BYTES = 256 << 20  # of places, for all plans but the last
 
 
 @final
@@ -97,36 +98,45 @@ def _bytes_of(strings: Array) -> Array:
 class Automatic(Generic[P]):
     """The plans, the one used longest ago goes first. Any thread."""
 
-    __slots__ = ("_lock", "_plans")
+    __slots__ = ("_byte_size", "_lock", "_plans")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._plans: OrderedDict[Hashable, P] = OrderedDict()
+        self._plans: OrderedDict[Hashable, tuple[P, int]] = OrderedDict()
+        self._byte_size = 0
 
     def find(self, key: Hashable) -> P | None:
         """The plan of a signature, used now."""
         with self._lock:
-            plan = self._plans.get(key)
-            if plan is not None:
-                self._plans.move_to_end(key)
-            return plan
+            found = self._plans.get(key)
+            if found is None:
+                return None
+            self._plans.move_to_end(key)
+            return found[0]
 
-    def keep(self, key: Hashable, plan: P) -> P:
-        """Remember a new plan; returns the one to use: another thread may have been faster."""
+    def keep(self, key: Hashable, plan: P, byte_size: int) -> P:
+        """Remember a new plan with `byte_size` of places. Returns the one to use: another thread may be first."""
+        dropped = []
         with self._lock:
-            kept = self._plans.setdefault(key, plan)
-            dropped = [self._plans.popitem(last=False) for _ in range(len(self._plans) - MAX_PLANS)]
-        del dropped  # outside the lock: their release runs other code
-        return kept
+            if key not in self._plans:
+                self._plans[key] = plan, byte_size
+                self._byte_size += byte_size
+            while len(self._plans) > MAX_PLANS or (self._byte_size > MAX_BYTES and len(self._plans) > 1):
+                _, oldest = self._plans.popitem(last=False)
+                self._byte_size -= oldest[1]
+                dropped.append(oldest)  # collected outside the lock: its release runs other code
+            return self._plans[key][0]
 
     def drop(self, key: Hashable) -> None:
         """Forget a plan that the model no longer fits."""
         with self._lock:
             dropped = self._plans.pop(key, None)
-        del dropped
+            if dropped is not None:
+                self._byte_size -= dropped[1]
 
     def clear(self) -> None:
         """Forget all."""
         with self._lock:
             plans, self._plans = self._plans, OrderedDict()
+            self._byte_size = 0
         plans.clear()

@@ -175,7 +175,7 @@ class Client:
         if plan is None:
             fresh = plan = Plan(self, asked.recipe(BUDGET))
             self._run(lambda link: self.native.prepare(link, fresh), timeout or CALL_S)
-            plan = self._automatic.keep(asked.key, fresh)
+            plan = self._automatic.keep(asked.key, fresh, fresh.places_byte_size)
         try:
             return plan.infer_arrays(asked.values, timeout, priority)
         except InferError as error:

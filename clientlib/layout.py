@@ -163,6 +163,7 @@ class Layout:
         "_ownable",
         "_views",
         "bank",
+        "byte_size",
         "input_positions",
         "inputs",
         "output_positions",
@@ -183,6 +184,7 @@ class Layout:
     ) -> None:
         self.inputs, self.outputs, self.bank, self._block = inputs, outputs, bank, block
         self.input_positions, self.output_positions = sketch.input_positions, sketch.output_positions
+        self.byte_size = sketch.byte_size  # of the client's own block
         self.owns_outputs = sketch.owns_outputs  # they lie in places of the bank: arrays can keep those
         spans: list[list[Span]] = [[], []]
         for target, tensors, positions, output in (

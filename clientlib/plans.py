@@ -101,6 +101,11 @@ class Plan:
             self._grow(needed, timeout)
         return self._finish(self._start(timeout, 0, None, 0, priority, 0, False, False, values))
 
+    @property
+    def places_byte_size(self) -> int:
+        """What the plan takes of the client's own memory."""
+        return self.prepared.layout.byte_size if self.prepared is not None else 0
+
     def unbind(self) -> None:
         """The next request of every thread asks for its channel and the plan's word again."""
         self._local = threading.local()

@@ -185,9 +185,21 @@ class TestArguments:
     def test_the_plan_used_longest_ago_is_forgotten(self):
         plans: Automatic[str] = Automatic()
         for key in range(64):
-            plans.keep(key, f"plan {key}")
+            plans.keep(key, f"plan {key}", 10)
         assert plans.find(0) == "plan 0"
-        plans.keep("more", "plan")
+        plans.keep("more", "plan", 10)
         assert plans.find(1) is None
         assert plans.find(0) == "plan 0"
-        assert plans.keep(0, "another") == "plan 0"
+        assert plans.keep(0, "another", 10) == "plan 0"
+
+    def test_plans_with_much_memory_make_room_for_each_other(self):
+        plans: Automatic[str] = Automatic()
+        for key in range(4):
+            plans.keep(key, f"plan {key}", 100 << 20)
+        assert [plans.find(key) for key in range(4)] == [None, None, "plan 2", "plan 3"]
+        assert plans.keep("huge", "plan", 1 << 30) == "plan"
+        assert plans.find(3) is None
+        plans.drop("huge")
+        plans.keep(5, "plan 5", 200 << 20)
+        assert plans.keep(6, "plan 6", 50 << 20) == "plan 6"
+        assert plans.find(5) == "plan 5"
