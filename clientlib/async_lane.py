@@ -20,13 +20,26 @@ if TYPE_CHECKING:
 
 BUSY_S = 200e-6  # polling costs 15 µs a request, being rung 40 µs: worth it while requests follow each other
 REST_S = 0.05  # longest rest while requests are outstanding: bounds what a lost wake-up could cost
+LATE_S = 0.02  # for a ring that is on its way when a rest ends
 
 
 @final
 class AsyncLane:
     """Owns `channel`. Lives on the loop it was made on."""
 
-    __slots__ = ("__weakref__", "_active", "_busy", "_left", "_loop", "_queue", "_rest", "channel", "error", "worker")
+    __slots__ = (
+        "__weakref__",
+        "_active",
+        "_busy",
+        "_left",
+        "_loop",
+        "_queue",
+        "_rest",
+        "_unrung",
+        "channel",
+        "error",
+        "worker",
+    )
 
     def __init__(self, worker: str, channel: ClientChannel, left: Left) -> None:
         self.worker = worker
@@ -37,6 +50,7 @@ class AsyncLane:
         self._busy = False
         self._active = 0.0  # when something last happened (loop time)
         self._rest: asyncio.TimerHandle | None = None
+        self._unrung = False  # something was completed, and nobody has rung since
         self._queue: deque[AsyncPending] = deque()
         self._loop.add_reader(channel.pipe_fd, self._rung)
 
@@ -98,6 +112,7 @@ class AsyncLane:
             self._queue.popleft()
 
     def _rung(self) -> None:
+        self._unrung = False
         self.channel.drain_pipe()
         if self.channel.gone:
             self.channel.reap()  # what was completed before the end
@@ -111,8 +126,13 @@ class AsyncLane:
         self._rest = None
         if not self._busy:
             if self.channel.rest():
-                self.channel.lost_wakeups += 1
+                self._unrung = True
+                self._loop.call_later(LATE_S, self._count_lost)
             self._wake()
+
+    def _count_lost(self) -> None:
+        """What a rest's end found completed has not been rung for by now: that was not on its way."""
+        self.channel.lost_wakeups += self._unrung
 
     def _stop(self, error: InferError) -> None:
         if self.error is not None:

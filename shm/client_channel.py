@@ -33,6 +33,7 @@ from shm.layout import (
 from shm.memory import map_words
 
 SLEEP_MS = 50  # longest sleep while requests are outstanding: bounds what a lost wake-up could cost
+LATE_MS = 20  # what was completed is not rung for yet: the ring may be on its way, or the worker died before it
 _perf = time.perf_counter
 
 # os.sched_yield releases the GIL, and a busy thread of this process then keeps it for its whole switch interval (8 ms
@@ -248,9 +249,10 @@ class ClientChannel:
         limit = SLEEP_MS if self.outstanding else 1000 * 3600
         timed_out = timeout_s * 1000 > limit
         events = self._poller.poll(min(timeout_s * 1000, limit))
+        if not events and timed_out and self._words[CTAIL] != self._consumed:
+            events = self._poller.poll(LATE_MS)
+            self.lost_wakeups += not events
         if not events:
-            if timed_out and self._words[CTAIL] != self._consumed:
-                self.lost_wakeups += 1
             return
         if events[0][1] & select.POLLIN:
             self.drain_pipe()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import threading
 import time
 
@@ -136,21 +137,26 @@ def test_drain_pipe_notices_a_hang_up(twin, client):
     assert client.gone
 
 
-def test_a_wake_up_by_the_bound_with_work_present_is_counted(client, worker):
+@pytest.mark.parametrize("late", [False, True])
+def test_a_wake_up_by_the_bound_with_work_present_is_counted_unless_the_ring_was_on_its_way(client, worker, late):
     submit(client)
     requests = take(worker)
+    sleeps = []
 
     class Deaf:
-        """A completion comes while the client sleeps, and the ring does not."""
+        """A completion comes while the client sleeps, and the ring later or never."""
 
         def poll(self, timeout_ms: float) -> list[tuple[int, int]]:
-            assert timeout_ms == 50
-            worker.complete(requests)
-            return []
+            sleeps.append(timeout_ms)
+            if len(sleeps) == 1:
+                worker.complete(requests)
+                return []
+            return [(client.pipe_fd, select.POLLIN)] if late else []
 
     client._poller = Deaf()
     client.wait(3600)
-    assert client.lost_wakeups == 1
+    assert sleeps == [50, 20]
+    assert client.lost_wakeups == (not late)
     assert client.reap() == 1
 
 
