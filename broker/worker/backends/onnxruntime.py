@@ -155,11 +155,21 @@ def _array(operand: Operand) -> npt.NDArray[Any]:
     assert operand.memory is not None
     if operand.datatype == "BYTES":
         count = int(np.prod(operand.shape, dtype=object)) if operand.shape else 1
-        flat = datatypes.decode_bytes(operand.memory, count, operand.name)
-        # ONNX strings are UTF-8 by definition; surrogates carry other bytes through unchanged where they can.
-        texts = np.array([item.decode("utf-8", "surrogateescape") for item in flat], dtype=object)
+        flat = datatypes.decode_bytes(operand.memory, count, f"inference input '{operand.name}'")
+        texts = np.empty(count, object)
+        texts[:] = [_text(item, index, operand.name) for index, item in enumerate(flat)]
         return texts.reshape(operand.shape)
     return operand.memory.view(datatypes.numpy_dtype(operand.datatype)).reshape(operand.shape)
+
+
+def _text(item: bytes, index: int, name: str) -> str:
+    try:
+        return item.decode()
+    except UnicodeDecodeError as error:  # the runtime's Python interface takes strings as str only
+        raise InferError(
+            Code.INVALID_ARG,
+            f"element {index} of inference input '{name}' is not UTF-8, which strings of ONNX models are: {error}",
+        ) from None
 
 
 def _place(operand: Operand) -> tuple[str, str, int, int, tuple[int, ...], int]:
