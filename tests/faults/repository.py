@@ -35,10 +35,11 @@ def slow() -> onnx.ModelProto:
 
 
 def write(root: Path) -> Path:
-    """add1, matmul, two_input, identity_string, gather, topk, nonzero, unique and slow; `other` is add1 elsewhere."""
+    """add1, matmul, two_input, gather, topk, nonzero, unique, slow, identities; `other` is add1 elsewhere."""
     builders = (models.add1, models.matmul, models.two_input, models.gather, models.topk)
     models.write_repository(root, {builder.__name__: builder() for builder in builders})
-    models.write_model(root, "identity_string", models.identity(TensorProto.STRING))
+    for name, element in (("string", TensorProto.STRING), ("fp16", TensorProto.FLOAT16), ("fp64", TensorProto.DOUBLE)):
+        models.write_model(root, f"identity_{name}", models.identity(element))
     for name, model in (("nonzero", models.nonzero()), ("unique", models.unique()), ("slow", slow())):
         models.write_model(root, name, model, config=models.NONZERO_CONFIG)
     models.write_model(root, "other", models.add1(), config=OTHER_GROUP)
