@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import faulthandler
 import os
 import random
@@ -206,16 +205,18 @@ class LoopClient:
             x[:] = given = given[:1]
             y[:] = RUNNING
             deadline_ns = time.monotonic_ns() + int(timeout * 1e9) if timeout else 0
-            pending = await plan.submit(timeout, input_slot=place, output_slot=place)
-            cancelled = work.random.random() < 0.03 and pending.cancel()
+            pending = None
+            cancelled = False
             try:
+                pending = await plan.submit(timeout, input_slot=place, output_slot=place)
+                cancelled = work.random.random() < 0.03 and pending.cancel()
                 result = await pending
             except InferError as error:
                 self._judge.error(QUICK, error, deadline_ns=deadline_ns, cancelled=cancelled)
             else:
                 self._judge.answer(QUICK, given, result["y"])
-            while not pending.done():  # the answer came at the deadline: the position is in use until the real end
-                with contextlib.suppress(InferError):
-                    await asyncio.sleep(0.001)
+            # After an answer that came at the deadline the position is in use until the real end.
+            while not (pending is None or pending.done()):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
             y[:] = ENDED
             work.since = 0.0

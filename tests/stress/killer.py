@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import select
 import time
 from typing import final
 
@@ -94,11 +96,13 @@ class Killer:
 
     def round_of_zygote(self) -> None:
         """Kill the zygote, and the worker with it: the next start is a cold one."""
-        zygote = self._broker.zygote
+        zygote, worker = self._broker.zygote, os.pidfd_open(self._worker())
         self._counters.killed_at_ns = time.monotonic_ns()
         if zygote is not None and kill(zygote):
             self.zygotes += 1
+            select.select([worker], [], [], PATIENCE_S)  # what it still answers does not count
             self._measure(self.cold_s)
+        os.close(worker)
 
     def close(self) -> None:
         self._canary.close()

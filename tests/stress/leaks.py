@@ -25,7 +25,6 @@ from tests.stress.usage import Usage, shm_bytes, usage
 
 MAX_GROWTH_KIB = 10 * 1024
 MAX_NEW_MAPS = 16  # of the allocator and of new threads' stacks, not of shared memory
-GONE_S = 1.0
 PATIENCE_S = 10.0
 
 
@@ -34,6 +33,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cycles", type=int, default=100_000, help="regions registered and unregistered")
     parser.add_argument("--requests", type=int, default=200_000)
     parser.add_argument("--victims", type=int, default=100, help="clients to kill")
+    parser.add_argument("--gone", type=float, default=1.0, metavar="S", help="how soon nothing of them may be left")
     parser.add_argument("--output", type=Path, default=Path("bench/results/stress_leaks.json"))
     return parser.parse_args(arguments)
 
@@ -110,7 +110,7 @@ def _grown(name: str, before: Usage, after: Usage) -> list[str]:
     return bad
 
 
-def killed_clients(broker: Broker, times: int) -> dict[str, Any]:
+def killed_clients(broker: Broker, times: int, limit_s: float) -> dict[str, Any]:
     """Returns how long it took until nothing was left, and what was left when it took too long."""
     worker = broker.worker()
     assert worker is not None
@@ -126,7 +126,7 @@ def killed_clients(broker: Broker, times: int) -> dict[str, Any]:
     for _ in range(times):
         seconds = _kill_one(broker, gone)
         took.append(seconds)
-        if seconds > GONE_S:
+        if seconds > limit_s:
             left = {name: usage(pid) for name, pid in pids.items()}
             status = broker.status()
             bad.append(
@@ -172,7 +172,7 @@ def run(wanted: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         broker.connect().close()
         results = {
             "churn": churn(broker, wanted.cycles, wanted.requests),
-            "killed_clients": killed_clients(broker, wanted.victims),
+            "killed_clients": killed_clients(broker, wanted.victims, wanted.gone),
         }
         exit_code = broker.stop()
         results["bad"] = [*results["churn"].pop("bad"), *results["killed_clients"].pop("bad")]
