@@ -41,7 +41,7 @@ class Judge:
         else:
             self.wrong(f"{served.name}({given.tolist()}) gave {got.tolist()}")
 
-    def error(self, served: Served, error: InferError, *, deadline_ns: int = 0, cancelled: bool = False) -> None:
+    def error(self, served: Served, error: InferError, *, deadline_ns: int | None = 0, cancelled: bool = False) -> None:
         """An error: was there a reason for it?"""
         text = error.message
         if text.startswith(DIED) and (TWICE if served.retryable else NOT_TWICE) in text:

@@ -189,7 +189,14 @@ def _rampage(wanted: argparse.Namespace, crowd: Crowd, killer: Killer) -> str:
 
 def _unusual(log: Path) -> str:
     """What the broker and its workers said, but for the deaths that were asked for."""
-    usual = ("tensorbroker is ready", "killed by SIGKILL", "the zygote ended", "zygote: killed", "does not answer (")
+    usual = (
+        "tensorbroker is ready",
+        "killed by SIGKILL",
+        "the zygote ended",
+        "zygote: killed",
+        "does not answer (",
+        "refused for 60 s",
+    )
     lines = log.read_text(errors="replace").splitlines(keepends=True)
     return "".join(line for line in lines if line[:1] not in "I+|" and not any(text in line for text in usual))
 

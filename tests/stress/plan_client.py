@@ -112,7 +112,7 @@ class PlanClient:
     def _fill(self) -> None:
         """Use every free position; all of them together are fewer than the channel's 64 slots."""
         for strip in self._strips:
-            while strip.free:
+            for _ in range(len(strip.free)):
                 self._submit(strip, strip.free.popleft())
 
     def _submit(self, strip: Strip, place: int) -> None:
@@ -124,9 +124,16 @@ class PlanClient:
         strip.x[place][:] = given = numbers(self._nonce, strip.rows)
         strip.y[place][:] = RUNNING
         timeout = self._random.uniform(*SHORT_S) if chance > 0.97 else None
-        pending = strip.plan.submit(
-            timeout, input_slot=place, output_slot=place, rows=0 if rows == strip.rows else rows
-        )
+        began = time.monotonic_ns()
+        try:
+            pending = strip.plan.submit(
+                timeout, input_slot=place, output_slot=place, rows=0 if rows == strip.rows else rows
+            )
+        except InferError as error:  # the first one opens the channel, and may have no time for that
+            self._judge.error(strip.served, error, deadline_ns=timeout and began + int(timeout * 1e9))
+            strip.y[place][:] = ENDED
+            strip.free.append(place)
+            return
         self._tally.add("submitted")
         sent = Sent(strip, place, given[:rows], pending)
         if self._random.random() < 0.03:
