@@ -6,6 +6,8 @@ Made by `clientlib.async_client`; used on its loop only.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import socket
 from typing import TypeVar, final
 
@@ -83,7 +85,9 @@ class AsyncSession:
         except BaseException as error:
             self._session.forget(number)
             if future.done() and not future.cancelled() and future.exception() is None:
-                close_all(future.result()[1])  # it came in the same turn of the loop as the end of our patience
+                late, fds = future.result()  # it came in the same turn of the loop as the end of our patience
+                close_all(fds)
+                self._session.decline(late)
             future.cancel()
             if isinstance(error, TimeoutError):
                 raise self._session.late(call, deadline - began) from None
@@ -123,6 +127,8 @@ class AsyncSession:
                 if received is None:
                     return self._end("went away")
                 self._session.receive(*received)
+                with contextlib.suppress(OSError):
+                    self._session.give_back(functools.partial(sockets.send, self._sock))
         except BlockingIOError:
             pass
         except (OSError, ProtocolError) as error:

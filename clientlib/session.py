@@ -8,14 +8,27 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple, Protocol, TypeVar, final
 
 import msgspec
 
 from shm import messages
 from shm.errors import Code, ConnectionLost, InferError, ProtocolError
-from shm.messages import Failure, Goodbye, Large, Message, Reply, Starting, Welcome
+from shm.messages import (
+    ChannelInfo,
+    CloseChannel,
+    Failure,
+    Goodbye,
+    Large,
+    Message,
+    Prepared,
+    Release,
+    Reply,
+    Starting,
+    Welcome,
+)
 from shm.sockets import close_all
 
 MAX_LARGE = 1 << 28  # bytes of a reply that travels in a memfd
@@ -48,12 +61,14 @@ class Waiter(Protocol):
 class Session:
     """State of one session. Not thread-safe: its owner serialises the calls."""
 
-    __slots__ = ("_ids", "_path", "_reason", "_waiting", "_welcomed", "lost", "starting")
+    __slots__ = ("_ids", "_path", "_reason", "_returns", "_waiting", "_welcomed", "lost", "starting", "unanswered")
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._ids = itertools.count(1)
         self._waiting: dict[int, tuple[Waiter, int]] = {}
+        self.unanswered: set[int] = set()  # calls that nobody waits for any more
+        self._returns: deque[Message] = deque()
         self._welcomed = False
         self._reason = ""
         self.starting: Starting | None = None
@@ -78,8 +93,15 @@ class Session:
         return number, data
 
     def forget(self, number: int) -> None:
-        """Nobody waits for this reply any more; when it comes, its descriptors are closed."""
-        self._waiting.pop(number, None)
+        """Nobody waits for this reply any more: when it comes, what it gives is given back."""
+        if self._waiting.pop(number, None) is not None:
+            self.unanswered.add(number)
+
+    def give_back(self, send: Callable[[bytes], None]) -> None:
+        """Return what came too late. `send` raises OSError when it cannot: the rest is for the next time."""
+        while self._returns:
+            send(messages.encode(msgspec.structs.replace(self._returns[0], id=next(self._ids))))
+            self._returns.popleft()
 
     def receive(self, data: bytes, fds: list[int]) -> None:
         """Hand one datagram to whom it concerns. Raises ProtocolError when it is none of the protocol."""
@@ -101,6 +123,9 @@ class Session:
         waiter, expects = self._waiting.pop(reply.id, (None, 0))
         if waiter is None:
             close_all(fds)
+            if reply.id in self.unanswered:
+                self.unanswered.remove(reply.id)
+                self.decline(reply)
         elif isinstance(reply, Failure):
             close_all(fds)
             waiter.failed(InferError(reply.code, reply.message))
@@ -109,6 +134,14 @@ class Session:
             waiter.failed(ProtocolError(f"{type(reply).__name__} came with {len(fds)} descriptors, not {expects}"))
         else:
             waiter.answered((reply, fds))
+
+    def decline(self, reply: Reply) -> None:
+        """An answer that came too late: `give_back` returns what the broker made for it."""
+        match reply:
+            case ChannelInfo(channel=channel):  # a session has few, and would have one less for good
+                self._returns.append(CloseChannel(channel=channel))
+            case Prepared(index=index, generation=generation):
+                self._returns.append(Release(index=index, generation=generation))
 
     def end(self, why: str = "went away") -> None:
         """The connection is gone: everyone who waits is told so."""
@@ -125,7 +158,7 @@ class Session:
             return InferError(Code.UNAVAILABLE, f"starting: {self.starting.done} of {self.starting.total} models")
         kind = type(call.message).__name__
         return InferError(
-            Code.UNAVAILABLE, f"no answer to {kind} from the broker at {self._path} within {timeout_s:.3g} s"
+            Code.UNAVAILABLE, f"no answer to {kind} from the broker at {self._path} within {max(0.0, timeout_s):.3g} s"
         )
 
 

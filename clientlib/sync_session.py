@@ -6,6 +6,7 @@ Made by `clientlib.client`. There is no reader thread: a client that asks for no
 from __future__ import annotations
 
 import contextlib
+import functools
 import select
 import socket
 import threading
@@ -82,6 +83,7 @@ class SyncSession:
         began = time.monotonic()
         reply = _Reply()
         with self._changed:
+            self._catch_up()
             number, data = self._session.request(call, reply)
             try:
                 self._send(data, call, deadline)
@@ -127,6 +129,11 @@ class SyncSession:
                 assert self._session.lost is not None
                 raise self._session.lost from None
 
+    def _catch_up(self) -> None:
+        """Read the replies that came since everybody stopped waiting: what they gave is given back first."""
+        while self._session.unanswered and not self._reading and not self.lost and self._poller.poll(0):
+            self._read(0)
+
     def _read(self, timeout_s: float) -> None:
         """Wait for one datagram without the lock, then hand it on."""
         self._reading = True
@@ -150,6 +157,8 @@ class SyncSession:
                 self._sock.close()
             elif received[0]:
                 self._session.receive(*received)
+                with contextlib.suppress(OSError):
+                    self._session.give_back(functools.partial(sockets.send, self._sock))
         except ProtocolError as error:
             self._session.end(f"was left: {error.message}")
             self._sock.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from msgspec import structs
 
 from clientlib import address
 from clientlib.session import Call, Session
@@ -78,6 +79,34 @@ class TestSession:
         session.receive(messages.encode(info), [fd])
         assert waiter.answer is None
         assert not is_open(fd)
+
+    def test_what_a_late_reply_gave_is_given_back(self):
+        session = Session("/run")
+        for call, reply in (
+            (messages.OpenChannel(worker="w", slots=4), messages.ChannelInfo(channel=7, worker="w", slots=4)),
+            (
+                messages.Prepare(model="m", inputs=(), outputs=()),
+                messages.Prepared(index=3, generation=2, worker="w", model_version="1", rows=1),
+            ),
+            (messages.GetModels(), messages.Models(models=())),
+        ):
+            number, _ = self.ask(session, Call(call))
+            session.forget(number)
+            session.receive(messages.encode(structs.replace(reply, id=number)), [])
+        assert not session.unanswered
+        sent = []
+
+        def full(data: bytes) -> None:
+            raise BlockingIOError
+
+        with pytest.raises(BlockingIOError):
+            session.give_back(full)
+        session.give_back(sent.append)
+        session.give_back(sent.append)
+        close, release = map(messages.decode_request, sent)
+        assert isinstance(close, messages.CloseChannel)
+        assert isinstance(release, messages.Release)
+        assert (close.channel, release.index, release.generation) == (7, 3, 2)
 
     def test_garbage_is_a_protocol_error_and_leaks_nothing(self):
         fd = open_fd()
