@@ -264,7 +264,7 @@ class Control:
         def close() -> None:
             for plan in self._all_plans():
                 plan.close(plan.closed or STOPPING)
-            self._when(self._loop.idle, leave)
+            self._when(self._loop.finished, leave)
 
         def leave() -> None:
             self._acknowledge(message.id)

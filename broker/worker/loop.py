@@ -131,13 +131,9 @@ class Loop:
         except BlockingIOError:
             pass
 
-    def idle(self) -> bool:
-        """Nothing published and not taken, nothing taken and not ended."""
-        for channel in self._attached:
-            with channel.lock:  # an ending that is being published does not count yet
-                if channel.pending() or any(channel.live):
-                    return False
-        return self.scheduler.idle()
+    def finished(self) -> bool:
+        """Has everything that was admitted ended? What is refused comes and goes as fast as clients ask."""
+        return self.scheduler.idle() and not any(request.started for request in self.live_requests())
 
     def live_requests(self) -> Iterable[Request]:
         """Every request taken and not ended, of all channels: a session's end does not stop what runs for it."""
