@@ -81,9 +81,11 @@ def find(config: ModelConfig) -> Backend:
     for entry in importlib.metadata.entry_points(group="tensorbroker.backends", name=config.backend):
         try:
             module: Backend = importlib.import_module(entry.value)
-        except ImportError as error:
+        except Exception as error:  # a runtime's own libraries fail in many ways
             raise InferError(
-                Code.UNAVAILABLE, f"backend '{config.backend}' of model '{config.name}' cannot be imported: {error}"
+                Code.UNAVAILABLE,
+                f"backend '{config.backend}' of model '{config.name}' cannot be imported: "
+                f"{type(error).__name__}: {error}",
             ) from None
         return module
     known = sorted({entry.name for entry in importlib.metadata.entry_points(group="tensorbroker.backends")})
@@ -100,7 +102,7 @@ def _from_file(path: str) -> Backend:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InferError(Code.INTERNAL, f"{path} raised {type(error).__name__}: {error}") from None
     if not callable(getattr(module, "load", None)):
         raise InferError(Code.INVALID_ARG, f"{path} has no function 'load'")
