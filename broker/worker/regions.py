@@ -23,6 +23,7 @@ class Region:
     __slots__ = ("_fd", "bytes", "file_size", "info", "retired")
 
     def __init__(self, info: AddRegion, fd: int) -> None:
+        self._fd = -1
         self.info = info
         memory = MappedMemory(fd, info.offset, info.byte_size, info.writable)
         self.bytes: npt.NDArray[np.uint8] = memory.bytes
@@ -30,7 +31,6 @@ class Region:
         self.file_size = info.file_size
         # A POSIX object can be truncated by anyone who may open it: its size is looked at before every use. Sealed
         # pool memory cannot, and needs no descriptor any more.
-        self._fd = -1
         if info.kind == "system":
             self._fd = os.dup(fd)
 
