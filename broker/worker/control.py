@@ -136,7 +136,7 @@ class Control:
                 work()
             except InferError as error:
                 self._link.send(messages.Refused(id=number, code=error.code, message=error.message))
-            except Exception as error:
+            except BaseException as error:  # a model's own code may exit: that must be answered like anything else
                 self._link.send(
                     messages.Refused(id=number, code="INTERNAL", message=f"{type(error).__name__}: {error}")
                 )
