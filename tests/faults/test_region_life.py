@@ -39,7 +39,7 @@ def _ask_many(client: HandClient, requests: Iterator[tuple[str, list[int], dict[
         if waiting:
             code, text = raw.outcome(client.receive())
             counts[code] = counts.get(code, 0) + 1
-            assert code not in ("hung up", "INTERNAL", "UNKNOWN"), (code, text)
+            assert code != "hung up", text
             waiting -= 1
     return counts
 
@@ -109,8 +109,9 @@ def _be_refused(turns: int) -> dict[str, int]:
     client = raw.session()
     good, plain = pool(4096), os.memfd_create("plain")
     read, write = os.pipe()
+    sparse = posix_ipc.SharedMemory("/sparse", posix_ipc.O_CREX, size=256 << 20)
     with raw.named_memory(4096) as key:
-        cases = [
+        cases: list[tuple[str, list[int], dict[str, Any]]] = [
             ("RegisterPool", [plain], {"name": "unsealed", "byte_size": 4096}),
             ("RegisterPool", [good], {"name": "too long", "byte_size": 8192}),
             ("RegisterPool", [good], {"name": "quota", "byte_size": 64 << 40}),
@@ -119,22 +120,23 @@ def _be_refused(turns: int) -> dict[str, int]:
             ("RegisterSystem", [], {"name": "size", "key": key, "byte_size": 4097}),
             ("RegisterSystem", [], {"name": "offset", "key": key, "byte_size": 4096, "offset": 1}),
             ("RegisterSystem", [], {"name": "none", "key": "/none", "byte_size": 4096}),
+            ("RegisterSystem", [], {"name": "sparse", "key": "/sparse", "byte_size": 256 << 20}),
         ]
-        counts = _ask_many(
-            client, (case for _ in range(turns // len(cases)) for case in cases if case[2]["name"] != "none")
-        )
-        for _ in range(turns // len(cases)):
-            assert raw.outcome(client.ask(cases[-1][0], **cases[-1][2]))[0] == "INTERNAL"
-    for fd in (good, plain, read, write):
+        counts = _ask_many(client, (case for _ in range(turns // len(cases)) for case in cases))
+    for fd in (good, plain, read, write, sparse.fd):
         os.close(fd)
+    posix_ipc.unlink_shared_memory("/sparse")
     return counts
 
 
 def test_r15_refused_registrations_keep_no_descriptor(lab: Lab) -> None:
     """[R-15] a refusal costs nothing that stays."""
+    if not lab.private:
+        pytest.skip("a file that does not fit takes a small /dev/shm of the lab's own, which takes root")
     before = holdings(lab.broker.pid).fds
-    counts = lab.offend(_be_refused, turns=scaled(4000, 100_000), timeout_s=300)
-    assert set(counts) == {"INVALID_ARG"}
+    turns = scaled(500, 11_000)
+    counts = lab.offend(_be_refused, turns=9 * turns, timeout_s=600)
+    assert counts == {"INVALID_ARG": 7 * turns, "INTERNAL": turns, "UNAVAILABLE": turns}
     lab.settled()
     assert holdings(lab.broker.pid).fds <= before
 
