@@ -42,7 +42,7 @@ def test_strangers_are_not_crowded():
     c = Plan([Tensor("x", 0, memory=(1, 2))], [Tensor("y", 64, memory=(1, 2))])
     for plan in (a, b, c):
         crowds.enter(plan)
-    assert not (a.crowded or b.crowded or c.crowded)
+    assert not any(plan.crowded for plan in (a, b, c))
 
 
 def test_two_readers_of_one_range_are_no_rivals():
