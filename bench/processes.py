@@ -145,6 +145,7 @@ class Companion:
             [sys.executable, "-m", module, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self._name = module
+        self.pid = self._process.pid
 
     def __enter__(self) -> Companion:
         return self

@@ -20,6 +20,7 @@ from bench.settings import Settings
 QUIET_LOAD = 0.3  # runnable processes per core, beside the benchmark
 QUIET_BUSY = 0.05
 LOOK_S = 0.5
+LOG_FROM = 30  # largest over smallest value of a plot with a logarithmic axis
 
 
 class Column(NamedTuple):
@@ -175,7 +176,7 @@ def plot(
     panels: Sequence[tuple[Table, str, Mapping[str, str]]],
     axis: str,
 ) -> None:
-    """NAME.png: a panel of horizontal bars for each (table, key of the bar, label → key of marks), on log scales."""
+    """NAME.png: a panel of horizontal bars for each (table, key of the bar, label → key of marks)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -194,7 +195,9 @@ def plot(
             )
         place.set_yticks(at, [row.name for row in table.rows], fontsize=8)
         place.invert_yaxis()
-        place.set_xscale("log")
+        shown = [value for row in table.rows for key in (bar, *marks.values()) if (value := row.median(key))]
+        if max(shown) > LOG_FROM * min(shown):
+            place.set_xscale("log")
         place.set_xlabel(axis)
         place.set_title(table.title, fontsize=10, loc="left")
         place.grid(axis="x", which="both", alpha=0.25)

@@ -22,7 +22,7 @@ from bench.in_process import InProcess
 from bench.load import Order, Outcome
 from bench.measure import LEAST, Row, interleave, sample
 from bench.models import NETWORKS, Model, identity, network
-from bench.processes import START_S, Broker, Companion
+from bench.processes import START_S, Broker, Companion, cpu_seconds
 from bench.report import Column, Goal, Table, machine, plot, publish
 from bench.settings import Settings, parse
 
@@ -84,6 +84,8 @@ COLUMNS = (
     Column("above floor", "above", "+,.1f"),
     Column("mean batch", "batch", ".2f"),
     Column("copied B/request", "copied", ",.0f"),
+    Column("worker CPU µs", "worker cpu", ",.1f"),
+    Column("client CPU µs", "client cpu", ",.1f"),
 )
 
 
@@ -93,6 +95,7 @@ class Bench:
     def __init__(self, broker: Broker, clients: list[Companion], settings: Settings) -> None:
         self._clients = clients
         self._settings = settings
+        self._worker = broker.worker()
         self._control = clientlib.connect(broker.url)
         self._sessions: dict[tuple[str, bool], InProcess] = {}
         self._floors: dict[tuple[str, int, bool], float] = {}
@@ -164,13 +167,25 @@ class Bench:
         for client in clients:
             client.hear()
         before = self._counters(model.name)
+        spent = self._cpu(clients)
         for client in clients:
             client.tell("go")
         outcomes = [msgspec.json.decode(client.hear(seconds + START_S), type=Outcome) for client in clients]
+        spent = [now - then for now, then in zip(self._cpu(clients), spent, strict=True)]
         after = self._counters(model.name)
         rows, runs, copied = (now - then for now, then in zip(after, before, strict=True))
         rate = sum(outcome.requests / outcome.seconds for outcome in outcomes)
-        return rate, {"batch": rows / max(1, runs), "copied": copied / max(1, rows)}
+        worker, own = (1e6 * seconds / sum(outcome.requests for outcome in outcomes) for seconds in spent)
+        return rate, {
+            "batch": rows / max(1, runs),
+            "copied": copied / max(1, rows),
+            "worker cpu": worker,
+            "client cpu": own,
+        }
+
+    def _cpu(self, clients: list[Companion]) -> list[float]:
+        """CPU seconds spent so far by the worker and by all these clients, spinning included."""
+        return [cpu_seconds([self._worker]), cpu_seconds(client.pid for client in clients)]
 
     def _counters(self, model: str) -> tuple[int, int, int]:
         (counters,) = self._control.statistics(model)
