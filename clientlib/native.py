@@ -69,7 +69,8 @@ class Native(Generic[L]):
             self.link = None
             self._released = []
             link.session.close()
-            self._unbind_all()
+        # Also by a thread that comes second: it may not go on with its old channel while the first is still at it.
+        self._unbind_all()
 
     def close(self) -> None:
         """End the session. Arrays stay valid, everything else says that the client was closed."""
