@@ -62,10 +62,11 @@ def _register_to_the_cap(cap: int) -> dict[str, Any]:
 
 def test_r14_regions_of_one_uid_end_at_its_cap(lab: Lab) -> None:
     """[R-14] cap + 1 regions, over all sessions of a uid; one given back makes room for one."""
-    cap = lab.status()["quotas"]["regions_per_uid"]
+    status = lab.status()
+    cap, canary_s = status["quotas"]["regions_per_uid"], len(status["regions"])
     found = lab.offend(_register_to_the_cap, cap=cap, timeout_s=60)
     assert set(found["counts"]) == {"RegionInfo", "UNAVAILABLE"}
-    assert found["counts"]["RegionInfo"] == cap - len(lab.status()["regions"])  # the canary's are of the same uid
+    assert found["counts"]["RegionInfo"] == cap - canary_s, "the canary's are of the same uid"
     assert found["refused"][0] == "UNAVAILABLE"
     assert f"the limit is {cap}" in found["refused"][1]
     assert found["instead"] == ["RegionInfo", ""]
