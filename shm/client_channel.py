@@ -36,9 +36,12 @@ SLEEP_MS = 50  # longest sleep while requests are outstanding: bounds what a los
 LATE_MS = 20  # what was completed is not rung for yet: the ring may be on its way, or the worker died before it
 _perf = time.perf_counter
 
-# os.sched_yield releases the GIL, and a busy thread of this process then keeps it for its whole switch interval (8 ms
-# measured); this one keeps it.
-_yield_keeping_gil = ctypes.PyDLL(None).sched_yield
+# os.sched_yield and os.eventfd_write release the GIL, and a busy thread of this process then keeps it for its whole
+# switch interval (5 to 8 ms measured); these keep it. Neither can block: the eventfd is non-blocking.
+_libc = ctypes.PyDLL(None)
+_yield_keeping_gil = _libc.sched_yield
+_eventfd_write = _libc.eventfd_write
+_eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
 
 
 class Settles(Protocol):
@@ -64,6 +67,7 @@ class ClientChannel:
         "_poller",
         "_positions",
         "_rung",
+        "_sleeps",
         "_spin",
         "_submissions",
         "_tail",
@@ -88,6 +92,7 @@ class ClientChannel:
         self._submissions = geometry.submissions * 8
         self._tail = self._words[TAIL]
         self._consumed = self._words[CONSUMED]
+        self._sleeps = 0  # the stamp of the last one
         self._rung = 0  # the last stamp of ARMED that was rung for
         self._lock = threading.Lock()  # submit and cancel; its release is the fence between TAIL and ARMED
         self.role = threading.Lock()  # who reaps and waits
@@ -184,10 +189,7 @@ class ClientChannel:
 
     def _ring(self, armed: int) -> None:
         self._rung = armed
-        try:
-            os.eventfd_write(self._bell, 1)
-        except BlockingIOError:
-            pass  # the counter is full: the worker has been rung often enough
+        _eventfd_write(self._bell, 1)  # fails when the counter is full: the worker has been rung often enough
 
     def reap(self) -> int:
         """Settle what has been completed; the caller holds `role`. Returns how many completions there were."""
@@ -229,20 +231,23 @@ class ClientChannel:
         if words[CTAIL] != consumed:
             return
         began = _perf()
-        if self._spin and not self._cold:
+        alone = threading.active_count() == 1
+        if self._spin and not (self._cold and alone):
             end = began + min(self._spin, timeout_s)
-            pause = os.sched_yield if threading.active_count() == 1 else _yield_keeping_gil
+            pause = os.sched_yield if alone else _yield_keeping_gil
             while _perf() < end:
                 pause()
                 if words[CTAIL] != consumed:
                     return
-        words[WAITING] = consumed + 1
+        self._sleeps += 1
+        words[WAITING] = self._sleeps
         with self._lock:  # fence: the worker either sees WAITING or we see its CTAIL
             pass
         if words[CTAIL] == consumed:
             self._sleep(timeout_s)
         words[WAITING] = 0
-        # Spinning for a completion that takes far longer than the spin only heats the core the worker may need.
+        # Spinning for a completion that takes far longer than the spin only heats the core the worker may need. (Beside
+        # other threads the time says nothing of the completion: it may have been spent waiting for the GIL.)
         self._cold = _perf() - began > 4 * self._spin
 
     def _sleep(self, timeout_s: float) -> None:
@@ -261,7 +266,8 @@ class ClientChannel:
 
     def rest(self) -> bool:
         """Ask to be rung (asyncio, before it goes quiet). True: completions are there already."""
-        self._words[WAITING] = self._consumed + 1
+        self._sleeps += 1
+        self._words[WAITING] = self._sleeps
         with self._lock:  # fence, as in wait()
             pass
         return self._words[CTAIL] != self._consumed

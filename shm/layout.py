@@ -17,9 +17,9 @@ Ledger memfd (mapped by the worker, and by the broker after a worker's death; ne
      0  HEAD   submissions taken        1  CTAIL  completions committed and marked
      8  MARK[N]  position << 16 | attempts << 8 | state
 
-A stamp is the sleeper's own count (submissions taken, completions read) + 1. It has to be rung for once only, although
-the sleeper may take milliseconds to wake and clear it: who rings has published something, and the sleeper does not
-sleep again before it has counted that, so never again under the same stamp.
+A stamp names one sleep and no other, over replacements of the worker too. It has to be rung for once only, although the
+sleeper may take milliseconds to wake and clear it: who was rung looks at everything before it sleeps again. (A count of
+what was taken is no stamp: a ring may come late, when what it was for has been taken and the sleeper sleeps again.)
 
 A position in a tag, a mark or an ident is always p + 1, so that zeroed memory names no submission.
 """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import final
 
@@ -117,7 +118,7 @@ class WorkerChannel:
 
     def arm(self) -> None:
         """Ask to be rung; a fence and a last look at `pending` must follow before sleeping."""
-        self.words[ARMED] = self.head + 1
+        self.words[ARMED] = time.monotonic_ns()  # no predecessor can have slept under it
 
     def disarm(self) -> None:
         """No rings wanted: the worker is looking."""

@@ -34,6 +34,7 @@ SPIN_NS = 50_000
 DEPOSE_NS = 10_000_000
 QUIET_NS = 100_000_000
 FLUSH_SWEEP = 8
+DRAIN_NS = 1_000_000
 TAKE_LIMIT = 64
 BOUND_S = 0.05  # longest sleep while requests are outstanding
 IDLE_S = 3600.0
@@ -182,16 +183,20 @@ class Loop:
                 if scheduler.deadline and now >= scheduler.deadline:
                     self.end(scheduler.expired(now), *EXPIRED)
                 batch = scheduler.due(now)
-            if batch is not None:
+            if batch is None and not found:
+                channel = None  # this frame must not keep a closed channel's memory mapped while it sleeps
+                self._pause(now)
+            while batch is not None:
                 if not batch.short():
                     return batch
                 self.turn.enter(now)
                 self._run(batch)
                 if not self.turn.leave(term):
                     return None
-            elif not found:
-                channel = None  # this frame must not keep a closed channel's memory mapped while it sleeps
-                self._pause(now)
+                # Requests that run alone gain nothing from those that come behind them: the queue is emptied first, so
+                # that what follows can run inline again.
+                more = batch.instance.model.alone and scheduler.queued and _now() - now < DRAIN_NS
+                batch = scheduler.due(now) if more else None
         return None
 
     def _run_inline(self, channel: WorkerChannel, now: int, term: int, count: int) -> Inline:

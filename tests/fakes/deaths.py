@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from shm import recovery, worker_channel
 from shm.admission import BoundPlan, Request
 from shm.errors import Code
-from shm.layout import CODE_MASK, COMPLETION, CONSUMED, CTAIL, FINAL, LEDGER_CTAIL, MARK
+from shm.layout import ARMED, CODE_MASK, COMPLETION, CONSUMED, CTAIL, FINAL, LEDGER_CTAIL, MARK, WAITING
 from shm.recovery import DIED, recover
 from shm.worker_channel import WorkerChannel
 from tests.fakes.channel import NOW, PLAN, Plan, Twin
@@ -96,13 +96,16 @@ class World:
         client._free, client._positions, client._pending = map(list, state.client[2:])
 
     def essence(self, state: State) -> tuple[object, ...]:
-        """`state` without the completions that nobody is going to read again."""
+        """`state` without stamps and the completions that nobody is going to read again."""
         geometry = self.observer.geometry
         words, ledger = memoryview(state.channel).cast("Q"), memoryview(state.ledger).cast("Q")
         base = geometry.completions * 8
         numbers = range(min(ledger[LEDGER_CTAIL], words[CONSUMED]), words[CTAIL])
         places = [base + 64 * (number & geometry.completion_mask) for number in numbers]
-        return state.channel[:base], *(state.channel[at : at + 64] for at in places), state[1:]
+        before = bytearray(state.channel[:base])
+        for stamp in (8 * ARMED, 8 * WAITING):
+            before[stamp : stamp + 8] = bool(words[stamp // 8]).to_bytes(8, sys.byteorder)
+        return bytes(before), *(state.channel[at : at + 64] for at in places), state[1:]
 
     def client_step(self) -> None:
         """The client reads what has ended, cancels what it meant to, and asks for more."""

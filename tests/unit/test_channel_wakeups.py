@@ -10,7 +10,7 @@ import time
 import pytest
 
 from shm.errors import Code
-from shm.layout import FINAL, WAITING
+from shm.layout import ARMED, FINAL, WAITING
 from tests.fakes.channel import PLAN, Plan, Twin, submit, take
 
 
@@ -227,3 +227,33 @@ def test_threads_submit_while_one_reaps(twin, client, worker):
         assert own == sorted(own)
     assert all(entry[2] == FINAL for entry in settled)
     assert (client.outstanding, worker.broken, worker.refused) == (0, "", 0)
+
+
+def test_a_ring_that_comes_late_is_not_the_last(twin, client, worker):
+    """It is for what the worker has taken already: the worker sleeps again, and the next submission must ring it."""
+    worker.arm()
+    submit(client)
+    take(worker)  # before the client's ring for it came
+    worker.arm()
+    client._ring(worker.words[ARMED])
+    assert twin.worker_was_rung()
+    worker.disarm()
+    worker.arm()
+    submit(client, 1)
+    assert twin.worker_was_rung()
+
+
+def test_a_ring_of_the_worker_that_comes_late_is_not_the_last(twin, client, worker):
+    submit(client)
+    submit(client, 1)
+    first, second = take(worker)
+    worker.complete([first])
+    client.reap()
+    assert not client.rest()
+    worker._rung = client._words[WAITING]
+    worker.ring()  # late, for the first
+    client.drain_pipe()
+    client.stir()
+    assert not client.rest()
+    worker.complete([second])
+    assert twin.client_was_rung()
