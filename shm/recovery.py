@@ -54,7 +54,7 @@ def recover(channel: WorkerChannel, now_ns: int) -> Recovered:
     suspects: list[Request] = []
     fresh: list[Request] = []
     for request, state, entry in _unfinished(channel, now_ns):
-        verdict = _sentence(request, state, request.plan is not None and request.plan.retryable)
+        verdict = _sentence(request, state, None if request.plan is None else request.plan.retryable)
         verdict = verdict or admit(request, entry[12], now_ns)
         if verdict is not None:
             request.fail(*verdict)
@@ -148,12 +148,14 @@ def _unfinished(channel: WorkerChannel, now_ns: int) -> Iterator[tuple[Request, 
         yield request, state, entry
 
 
-def _sentence(request: Request, state: int, retryable: bool) -> Verdict | None:
-    """Why a request that the dead worker had must not run again."""
+def _sentence(request: Request, state: int, retryable: bool | None) -> Verdict | None:
+    """Why a request that the dead worker had must not run again. `retryable` None: its plan cannot be bound again."""
     if state == RESPONDED:
         return Code.UNAVAILABLE, f"{DIED}, after its first response"
     if state == STARTED and request.attempts >= 2:
         return Code.UNAVAILABLE, f"{DIED}, alone and for the second time"
+    if state == STARTED and retryable is None:
+        return Code.UNAVAILABLE, f"{DIED}, and its plan is gone, perhaps with a region of it: prepare it again"
     if state == STARTED and not retryable:
         return Code.UNAVAILABLE, f"{DIED}, and its model does not allow it to run twice"
     return None

@@ -215,7 +215,7 @@ def test_w05_region_that_killed_its_worker_is_retired(lab):
     offender.tell("cut")
     (first, second, prepared, again), names = offender.result()
     assert first[0] == "UNAVAILABLE"
-    assert first[1].startswith("the worker died while it ran this request")
+    assert first[1].startswith("the worker died while it ran this request, and its plan is gone")
     assert second[0] == "NOT_FOUND"
     assert prepared == ["NOT_FOUND", "Unable to find shared memory region: 'r'"]
     assert again == ["OK", ""], "the same memory at its full size"
