@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.lab import Lab
+from tests.faults.lab import FULL, Lab
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +30,13 @@ def fresh_lab(tmp_path: Path) -> Iterator[Lab]:
     """A lab of the test's own, for what ends it."""
     with Lab(tmp_path) as lab:
         yield lab
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The full numbers of turns take their time."""
+    for item in items if FULL else ():
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(3600))
 
 
 _failed: pytest.StashKey[bool] = pytest.StashKey()
