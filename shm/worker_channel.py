@@ -132,6 +132,11 @@ class WorkerChannel:
         """Is there anything to take?"""
         return self.words[TAIL] != self.head and not self.broken
 
+    def unreported(self) -> int:
+        """Entries refused since this was last asked."""
+        count, self.refused = self.refused, 0
+        return count
+
     def take(self, limit: int, now: int, out: list[Request]) -> list[tuple[Request, bool]]:
         """Take up to `limit` entries: admitted requests go to `out`.
 

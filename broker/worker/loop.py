@@ -64,6 +64,7 @@ class Loop:
         self._hot: list[WorkerChannel] = []
         self._ran_inline: set[LoadedModel] = set()  # their statistics wait to be flushed
         self._block = own_block
+        self._taken = 0  # since the last flush
         self._on_broken = on_broken
         self._watch_fd = watch_fd  # wakes the control thread: look after the leader
         self._fence = Fence()
@@ -223,6 +224,7 @@ class Loop:
             model.free.append(free)
             return Inline.NOT_POSSIBLE if self.turn.leave(term) else Inline.DEPOSED
         channel.begin(request)
+        self._taken += 1
         instance.begin(rows, now)
         try:
             execution.run()
@@ -244,6 +246,7 @@ class Loop:
         """Feed the queues from one channel, and end what was not admitted or was cancelled."""
         taken: list[Request] = []
         notable = channel.take(TAKE_LIMIT, now, taken)
+        self._taken += len(taken)
         if taken:
             self.end(self.scheduler.add(taken), *MISSING)
         refused = [request for request, admitted in notable if not admitted]
@@ -338,12 +341,16 @@ class Loop:
         return False
 
     def _flush(self) -> None:
-        """Write the statistics of what ran inline."""
+        """Write the statistics of what was taken and of what ran inline."""
+        self._block[statistics.TAKEN] += self._taken
+        self._taken = 0
         while self._ran_inline:  # a deposed leader may add to it meanwhile
             for instance in self._ran_inline.pop().instances:
                 instance.flush()
 
     def _sleep(self) -> None:
+        self._block[statistics.IN_FLIGHT] = sum(1 for request in self.live_requests() if request.started)
+        self._block[statistics.REFUSED] += sum(channel.unreported() for channel in self._hot)
         until, outstanding = self.scheduler.next_look()
         # Deadlines are the clients' to choose, up to 2^64 ns: more than a poll can wait for.
         timeout = min(max(0.0, (until - _now()) / 1e9), IDLE_S) if until else IDLE_S
@@ -383,6 +390,7 @@ class Loop:
 
     def _close_broken(self, channel: WorkerChannel) -> None:
         """Stop listening to a client that broke the channel's rules: its doorbell could keep the leader awake."""
+        self._block[statistics.REFUSED] += channel.unreported()
         self._hot = [other for other in self._hot if other is not channel]
         if channel.broken != "detached":
             self._forget(channel)

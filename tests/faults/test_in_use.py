@@ -184,7 +184,6 @@ def _worker_counts(observer: HandClient) -> dict[str, int]:
     return {name: worker[name] for name in ("requests", "in_flight")}
 
 
-@pytest.mark.xfail(strict=True, reason="the worker never writes TAKEN and IN_FLIGHT of its statistics block")
 def test_s5_status_counts_what_the_worker_took(lab: Lab) -> None:
     """[S5] `requests` and `in_flight` of a worker are what it took and what it has not ended."""
     lab.checked = True
