@@ -142,18 +142,24 @@ def test_a_deadline_ends_a_queued_request_which_then_never_runs(worker, gate, se
     config = gate.config()
     block = worker.load(config)
     plan = session().bind(config)
-    running = plan.submit(WAIT, 0, time.monotonic_ns() + 1_000_000)
+    missed, patience_ns = -1, 5_000_000
+    while gate.nobody_entered():  # on a busy machine the first may come too late
+        missed, patience_ns = missed + 1, 2 * patience_ns
+        deadline_ns = time.monotonic_ns() + patience_ns
+        running = plan.submit(WAIT, 0, deadline_ns)
+        eventually(lambda: running.ended() or not gate.nobody_entered())  # noqa: B023  called at once
     gate.entered()
     late, patient = plan.submit(5, 1, time.monotonic_ns() + 30_000_000), plan.submit(6, 2)
     late.wait()
     assert (late.code, late.text) == (Code.UNAVAILABLE, "Request timeout expired")
+    eventually(lambda: time.monotonic_ns() > deadline_ns)
     assert not running.ended(), "a running one is not interrupted"
     gate.let()
     assert running.result() == 0
     assert patient.result() == 7
     assert late.output() == 0
     assert late.pending.finals == 1
-    assert counted(block) == (2, 0, 0, 1)
+    assert counted(block) == (2, 0, 0, 1 + missed)
 
 
 def test_a_request_that_comes_too_late_is_not_taken(worker, gate, session):
@@ -246,6 +252,7 @@ def test_a_detached_channel_drops_what_is_queued_and_waits_for_what_runs(worker,
         plan = client.bind(config)
         running, *dropped = [plan.submit(k or WAIT, k) for k in range(3)]
         gate.entered()
+        queued(block, 2)
         detaching = worker.send(messages.DetachChannel(channel=client.channel))
         for one in dropped:
             assert (one.wait().code, one.text) == (Code.CANCELLED, "the session ended")
