@@ -33,7 +33,7 @@ from shm.layout import (
 from shm.memory import map_words
 
 SLEEP_MS = 50  # longest sleep while requests are outstanding: bounds what a lost wake-up could cost
-LATE_MS = 20  # what was completed is not rung for yet: the ring may be on its way, or the worker died before it
+LATE_MS = 100  # what was completed is not rung for yet: the worker may have died before it, then the broker rings
 _perf = time.perf_counter
 
 # os.sched_yield and os.eventfd_write release the GIL, and a busy thread of this process then keeps it for its whole
