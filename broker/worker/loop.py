@@ -36,6 +36,7 @@ QUIET_NS = 100_000_000
 FLUSH_SWEEP = 8
 DRAIN_NS = 1_000_000
 TAKE_LIMIT = 64
+LATE_S = 0.1  # how late a ring may come without being called lost
 BOUND_S = 0.05  # longest sleep while requests are outstanding
 IDLE_S = 3600.0
 _now = time.monotonic_ns
@@ -355,8 +356,11 @@ class Loop:
         # Deadlines are the clients' to choose, up to 2^64 ns: more than a poll can wait for.
         timeout = min(max(0.0, (until - _now()) / 1e9), IDLE_S) if until else IDLE_S
         bounded = outstanding and timeout > BOUND_S
-        woken = self._doorbells(min(timeout, BOUND_S) if outstanding else timeout)
-        if bounded and not woken and any(channel.pending() for channel in self.channels.values()):
+        if self._doorbells(min(timeout, BOUND_S) if outstanding else timeout) or not bounded:
+            return
+        pending = any(channel.pending() for channel in self.channels.values())
+        # Published after the sleep, while this thread waited for the GIL? Then the ring is there, or on its way.
+        if pending and not self._doorbells(min(LATE_S, timeout - BOUND_S)):
             self._block[statistics.LOST_WAKEUPS] += 1
             self._heat_pending()
 
