@@ -358,9 +358,8 @@ class Loop:
         bounded = outstanding and timeout > BOUND_S
         if self._doorbells(min(timeout, BOUND_S) if outstanding else timeout) or not bounded:
             return
-        pending = any(channel.pending() for channel in self.channels.values())
         # Published after the sleep, while this thread waited for the GIL? Then the ring is there, or on its way.
-        if pending and not self._doorbells(min(LATE_S, timeout - BOUND_S)):
+        if any(c.pending() for c in self.channels.values()) and not self._doorbells(min(LATE_S, timeout - BOUND_S)):
             self._block[statistics.LOST_WAKEUPS] += 1
             self._heat_pending()
 
