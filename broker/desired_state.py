@@ -183,7 +183,8 @@ class DesiredState:
             )
             for wanted, answer in zip(batch, answers, strict=True):
                 if isinstance(answer, InferError):
-                    self._on_lost(wanted.message, answer.message)
+                    if wanted.done:  # else whoever asked for it still waits, and is told
+                        self._on_lost(wanted.message, answer.message)
                 elif isinstance(answer, BaseException):
                     raise answer
         for key in [key for key in keys if key in table and table[key].error is not None]:

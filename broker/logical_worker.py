@@ -342,6 +342,10 @@ class Worker:
         _log.warning("worker '%s' cannot be given %s again: %s", self.key, type(message).__name__, reason)
         if isinstance(message, LoadInstances):
             self._owner.on_model_lost(message.config.name, message.version, message.generation, reason)
+        elif isinstance(message, AttachChannel) and (record := self._records.pop(message.channel, None)) is not None:
+            # Nobody would ever look at this channel again: what waits in it ends now, and its client must know.
+            end((record,), f"worker '{self.key}' cannot serve this channel any more: {reason}", time.monotonic_ns())
+            self._owner.on_channel_broken(message.channel, f"worker '{self.key}' cannot serve it any more: {reason}")
 
     def _channel_broken(self, message: ChannelBroken) -> None:
         self._owner.on_channel_broken(message.channel, message.reason)

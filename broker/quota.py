@@ -1,4 +1,4 @@
-"""How much memory clients may make this host hold for them: bytes in total and per uid, regions per uid.
+"""How much memory clients may make this host hold for them: bytes in total, regions and their descriptors per uid.
 
 Charged by `broker.registry` (regions) and `broker.channels` (channel memory). Memfds do not count against the size of
 /dev/shm, so without this budget the only limit on registered memory would be the out-of-memory killer.
@@ -12,20 +12,24 @@ from typing import final
 from shm.errors import Code, InferError
 
 MAX_REGIONS = 16384  # per uid; the kernel's default of 65,530 mappings per worker process is shared by everybody
+# What a mapped region holds open in its worker: the mapping's, and for memory that can shrink one to watch its size.
+DESCRIPTORS = {"pool": 1, "system": 2}
 
 
 @final
 class Quota:
-    """`limit` bytes, for each uid and for all together; `max_regions` regions for each uid."""
+    """`limit` bytes for all uids together; for each uid `max_regions`, which take `max_descriptors` in a worker."""
 
-    __slots__ = ("_regions", "_used", "limit", "max_regions", "total")
+    __slots__ = ("_descriptors", "_regions", "_used", "limit", "max_descriptors", "max_regions", "total")
 
-    def __init__(self, limit: int, max_regions: int = MAX_REGIONS) -> None:
+    def __init__(self, limit: int, max_regions: int = MAX_REGIONS, max_descriptors: int = 2 * MAX_REGIONS) -> None:
         self.limit = limit
         self.max_regions = max_regions
+        self.max_descriptors = max_descriptors
         self.total = 0
         self._used: Counter[int] = Counter()
         self._regions: Counter[int] = Counter()
+        self._descriptors: Counter[int] = Counter()
 
     def take(self, uid: int, byte_size: int, what: str) -> None:
         """Charge `byte_size` to `uid`. Raises INVALID_ARG when it can never fit, UNAVAILABLE when it does not now."""
@@ -47,18 +51,27 @@ class Quota:
         if not self._used[uid]:
             del self._used[uid]
 
-    def take_region(self, uid: int) -> None:
-        """Count one more region of `uid`. Raises UNAVAILABLE at the cap."""
+    def take_region(self, uid: int, kind: str) -> None:
+        """Count one more region of `uid`; `kind` is "pool" or "system". Raises UNAVAILABLE at a cap."""
+        advice = "Unregister some, or use ranges of fewer, larger regions"
         if self._regions[uid] >= self.max_regions:
             raise InferError(
                 Code.UNAVAILABLE,
-                f"too many regions: uid {uid} has {self._regions[uid]}, the limit is {self.max_regions}. Unregister "
-                "some, or use ranges of fewer, larger regions",
+                f"too many regions: uid {uid} has {self._regions[uid]}, the limit is {self.max_regions}. {advice}",
+            )
+        held, needed = self._descriptors[uid], DESCRIPTORS[kind]
+        if held + needed > self.max_descriptors:
+            raise InferError(
+                Code.UNAVAILABLE,
+                f"too many regions: those of uid {uid} take {held} descriptors, a {kind} region takes {needed}, the "
+                f"limit is {self.max_descriptors}. {advice}; a larger `ulimit -n` for the broker raises the limit",
             )
         self._regions[uid] += 1
+        self._descriptors[uid] += needed
 
-    def give_region(self, uid: int) -> None:
+    def give_region(self, uid: int, kind: str) -> None:
         """Return what `take_region` counted."""
         self._regions[uid] -= 1
+        self._descriptors[uid] -= DESCRIPTORS[kind]
         if not self._regions[uid]:
-            del self._regions[uid]
+            del self._regions[uid], self._descriptors[uid]

@@ -83,7 +83,7 @@ class Registry:
     def register_pool(self, peer: Peer, name: str, byte_size: int, fd: int) -> RegionEntry:
         """Admit a sealed memfd that the client made. Takes `fd` over, whatever happens."""
         try:
-            self._admit(peer, name, byte_size)
+            self._admit(peer, name, "pool", byte_size)
         except BaseException:
             os.close(fd)
             raise
@@ -91,13 +91,13 @@ class Registry:
             source = regions.check_pool(fd, byte_size)
         except BaseException:
             os.close(fd)
-            self._discharge(peer.uid, byte_size)
+            self._discharge(peer.uid, "pool", byte_size)
             raise
         return self._enter(peer, name, "pool", fd, byte_size, 0, source)
 
     async def register_system(self, peer: Peer, name: str, key: str, byte_size: int, offset: int) -> RegionEntry:
         """Open POSIX shared memory `key` on behalf of `peer` and make sure that all its pages exist."""
-        self._admit(peer, name, byte_size)
+        self._admit(peer, name, "system", byte_size)
         fd = -1
         try:
             fd, source = regions.open_system(name, key, byte_size, offset, peer.uid)
@@ -105,7 +105,7 @@ class Registry:
         except BaseException:
             if fd >= 0:
                 os.close(fd)
-            self._discharge(peer.uid, byte_size)
+            self._discharge(peer.uid, "system", byte_size)
             raise
         entry = self._enter(peer, name, "system", fd, byte_size, offset, source)
         entry.key = key
@@ -133,11 +133,11 @@ class Registry:
                 "unregistered it or ended",
             )
         self._check_name(peer.session, name)
-        self.quota.take_region(peer.uid)  # its bytes are the owner's
+        self.quota.take_region(peer.uid, owner.kind)  # its bytes are the owner's
         try:
             fd = os.dup(owner.fd)
         except BaseException:
-            self.quota.give_region(peer.uid)
+            self.quota.give_region(peer.uid, owner.kind)
             raise
         entry = RegionEntry(
             region=self._index(),
@@ -208,22 +208,22 @@ class Registry:
         if name in self._names.get(session, {}):
             raise InferError(Code.ALREADY_EXISTS, f"shared memory region '{name}' already in manager")
 
-    def _admit(self, peer: Peer, name: str, byte_size: int) -> None:
+    def _admit(self, peer: Peer, name: str, kind: str, byte_size: int) -> None:
         """Everything that can be refused before the memory is looked at; charges the quota."""
         self._check_name(peer.session, name)
         if byte_size == 0:
             raise InferError(
                 Code.INVALID_ARG, f"failed to register shared memory region '{name}': invalid args: byte_size is 0"
             )
-        self.quota.take_region(peer.uid)
+        self.quota.take_region(peer.uid, kind)
         try:
             self.quota.take(peer.uid, byte_size, f"shared memory region '{name}'")
         except InferError:
-            self.quota.give_region(peer.uid)
+            self.quota.give_region(peer.uid, kind)
             raise
 
-    def _discharge(self, uid: int, byte_size: int) -> None:
-        self.quota.give_region(uid)
+    def _discharge(self, uid: int, kind: str, byte_size: int) -> None:
+        self.quota.give_region(uid, kind)
         self.quota.give(uid, byte_size)
 
     def _enter(
@@ -277,9 +277,9 @@ class Registry:
             del self._draining[entry.generation]
             self._opened.pop(entry.generation, None)
             if entry.source is None:
-                self._discharge(entry.owner_uid, entry.byte_size)
+                self._discharge(entry.owner_uid, entry.kind, entry.byte_size)
             else:
-                self.quota.give_region(entry.owner_uid)
+                self.quota.give_region(entry.owner_uid, entry.kind)
                 siblings = self._opened.get(entry.source[1], [])
                 if entry in siblings:
                     siblings.remove(entry)

@@ -52,10 +52,11 @@ class Server:
         self._stop = asyncio.Event()
         version = distribution_version("tensorbroker")
         epoch = secrets.token_hex(8)
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # a worker's limit as well
         quota = Quota(
             region_memory_bytes(options.region_memory, memory_limit()),
-            # Each takes a descriptor, and sessions and channels need some too.
-            min(MAX_REGIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2),
+            max_regions=min(MAX_REGIONS, descriptors // 2),
+            max_descriptors=descriptors // 2,  # sessions and channels need some too
         )
         blocks = StatisticsBlocks(StatisticsPage.create())
         self._workers = Workers(blocks, model_load_deaths=options.model_load_deaths)

@@ -137,6 +137,7 @@ class StatusDocument:
             "memory_limit": quota.limit,
             "memory_used": quota.total,
             "regions_per_uid": quota.max_regions,
+            "region_descriptors_per_uid": quota.max_descriptors,
             "sessions_limit": self.sessions.limit if self.sessions else 0,
             "sessions": len(self.sessions) if self.sessions else 0,
         }

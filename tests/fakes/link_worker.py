@@ -3,7 +3,8 @@
 Each message it gets is a line of JSON in the file named by TEST_JOURNAL. What loading a model does follows from the
 model's parameter `on_load`: a signal's name (it dies of it), "refuse", "hang" (its block of the statistics page shows a
 batch that runs), "silent" (no answer), "helper" (starts a process that ignores everything; its pid is in the journal),
-or "NAME while FILE" (dies of the signal as long as the file exists).
+or "NAME while FILE" (dies of the signal as long as the file exists). A file named TEST_JOURNAL with ".refuse" behind it
+makes it refuse channels.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ def main(link: socket.socket) -> NoReturn:
                 case messages.LoadInstances():
                     assert page is not None
                     answer = _load(message, page)
+                case messages.AttachChannel() if os.path.exists(os.environ["TEST_JOURNAL"] + ".refuse"):
+                    answer = messages.Refused(id=message.id, code="UNAVAILABLE", message="no descriptors left")
                 case messages.DetachChannel(channel=channel):
                     link.send(messages.encode(messages.ChannelBroken(channel=channel, reason="said at the detach")))
                 case messages.Drain():

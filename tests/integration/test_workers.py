@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shm.errors import InferError
+from shm.errors import Code, InferError
 from shm.memory import sealed_memfd
-from tests.fakes.channel import PLAN, Twin
+from tests.fakes.channel import PLAN, Twin, submit
 from tests.fakes.processes import in_loop, name_of, until
 from tests.fakes.workers import (  # noqa: F401 (fixtures)
     KEY,
@@ -82,6 +82,30 @@ async def test_what_was_taken_back_is_not_brought_again(journal: Journal) -> Non
             assert journal.types(await replaced(worker, first)) == ["Start"]
             assert worker.last_death == "a test"
     os.close(fd)
+
+
+@in_loop
+async def test_a_channel_that_a_replacement_refuses_is_ended_and_its_client_hung_up(journal: Journal) -> None:
+    refuse = journal.path.with_name(journal.path.name + ".refuse")
+    with Twin() as twin:
+        async with running() as workers:
+            broken = []
+            workers.on_channel_broken = lambda channel, reason: broken.append((channel, reason))
+            worker = await load(workers, config())
+            await worker.attach_channel(record_of(twin))
+            client = twin.client()
+            _, pending = submit(client)
+            refuse.touch()
+            pid = worker.pid
+            worker.kill("a test")
+            await replaced(worker, pid)
+            client.reap()
+            assert (pending.finals, pending.code) == (1, Code.UNAVAILABLE)
+            why = "worker 'cpu/default' cannot serve %s any more: no descriptors left"
+            assert pending.text == why % "this channel"
+            assert broken == [(1, why % "it")]
+            await worker.detach_channel(1)
+            assert journal.types(worker.pid)[-1] == "AttachChannel", "a refused channel needs no detaching"
 
 
 @in_loop
