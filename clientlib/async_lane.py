@@ -95,7 +95,7 @@ class AsyncLane:
             return
         if channel.reap():
             self._active = self._loop.time()
-            self._send_queued()
+        self._send_queued()  # also when nothing was reaped: who looks for free memory reaps too
         if not channel.outstanding:
             self._busy = False
         elif self._loop.time() - self._active < BUSY_S:

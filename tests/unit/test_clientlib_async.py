@@ -102,6 +102,24 @@ def test_a_full_channel_queues_in_order(loop_client, small_broker):
     loop_client(test, slots=2)
 
 
+def test_the_queue_goes_on_when_a_look_for_free_memory_reaped(loop_client, small_broker):
+    async def test(client):
+        _, plan = await doubling(client, slots=(1, 2))
+        await plan.infer()
+        small_broker.hold = True
+        first, queued = await plan.submit(), await plan.submit(output_slot=1)
+        completed = small_broker.completed
+        small_broker.release()
+        while small_broker.completed == completed:  # the loop gets no turn meanwhile
+            pass
+        last = await plan.submit()  # finds its position free only by looking
+        assert first.done()
+        for pending in (queued, last):
+            await pending.result(timeout=20)
+
+    loop_client(test, slots=1)
+
+
 def test_waiting_and_deadlines(loop_client, small_broker):
     async def test(client):
         _, plan = await doubling(client)
