@@ -34,6 +34,8 @@ from shm.memory import map_words
 
 SLEEP_MS = 50  # longest sleep while requests are outstanding: bounds what a lost wake-up could cost
 LATE_MS = 100  # what was completed is not rung for yet: the worker may have died before it, then the broker rings
+SLOW_NS = 200_000
+BESIDE_THREADS = 5  # times the spin: losing the GIL to another thread costs 100 times what waking a worker costs
 _perf = time.perf_counter
 
 # os.sched_yield and os.eventfd_write release the GIL, and a busy thread of this process then keeps it for its whole
@@ -57,7 +59,6 @@ class ClientChannel:
 
     __slots__ = (
         "_bell",
-        "_cold",
         "_consumed",
         "_free",
         "_geometry",
@@ -68,6 +69,7 @@ class ClientChannel:
         "_positions",
         "_rung",
         "_sleeps",
+        "_slow",
         "_spin",
         "_submissions",
         "_tail",
@@ -85,7 +87,7 @@ class ClientChannel:
         os.close(memory_fd)
         self._bell, self.pipe_fd = bell_fd, pipe_fd
         self._spin = spin_s if FENCE_IS_FULL else 0.0
-        self._cold = False
+        self._slow = False  # did the last completion take long?
         self._free = list(range(slots - 1, -1, -1))
         self._pending: list[Settles | None] = [None] * slots
         self._positions = [0] * slots
@@ -218,6 +220,8 @@ class ClientChannel:
                 count += 1
             else:
                 self.strays += 1
+        # Spinning for what takes far longer than the spin only heats the core that the worker may need.
+        self._slow = entry[3] + entry[4] + entry[5] + entry[6] > SLOW_NS
         self._consumed = consumed
         words[CONSUMED] = consumed
         return count
@@ -230,11 +234,15 @@ class ClientChannel:
         words, consumed = self._words, self._consumed
         if words[CTAIL] != consumed:
             return
-        began = _perf()
-        alone = threading.active_count() == 1
-        if self._spin and not (self._cold and alone):
-            end = began + min(self._spin, timeout_s)
+        if self._spin and not self._slow:
+            # At once, before looking at clocks and threads: on a shared core the worker runs now.
+            _yield_keeping_gil()
+            if words[CTAIL] != consumed:
+                return
+            alone = threading.active_count() == 1
+            spin = self._spin if alone else self._spin * BESIDE_THREADS
             pause = os.sched_yield if alone else _yield_keeping_gil
+            end = _perf() + min(spin, timeout_s)
             while _perf() < end:
                 pause()
                 if words[CTAIL] != consumed:
@@ -246,9 +254,6 @@ class ClientChannel:
         if words[CTAIL] == consumed:
             self._sleep(timeout_s)
         words[WAITING] = 0
-        # Spinning for a completion that takes far longer than the spin only heats the core the worker may need. (Beside
-        # other threads the time says nothing of the completion: it may have been spent waiting for the GIL.)
-        self._cold = _perf() - began > 4 * self._spin
 
     def _sleep(self, timeout_s: float) -> None:
         limit = SLEEP_MS if self.outstanding else 1000 * 3600

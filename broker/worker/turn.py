@@ -15,12 +15,13 @@ from typing import final
 class Turn:
     """A lock that a third party may take away. A term is the number of one thread's lead."""
 
-    __slots__ = ("_guard", "_inline_since", "_lead", "_overdue", "_term")
+    __slots__ = ("_entered", "_guard", "_inline_since", "_lead", "_overdue", "_term")
 
     def __init__(self) -> None:
         self._lead = threading.Lock()
         self._guard = threading.Lock()  # the others below, for an instant
         self._term = 0
+        self._entered = False
         self._inline_since = 0
         self._overdue = 0  # deposed leaders that are still inside their batch
 
@@ -41,13 +42,17 @@ class Turn:
             self._inline_since = 0
         self._lead.release()
 
-    def enter(self, now: int) -> None:
-        """The leader is about to run a short batch itself."""
+    def enter(self) -> None:
+        """The leader is about to run a short batch itself. It keeps the lead until `commit`."""
+        self._entered = True
+
+    def commit(self, now: int) -> None:
+        """The batch is the leader's own from here on, whoever leads."""
         self._inline_since = now
 
     def inside(self) -> bool:
         """Is the leader running a batch itself, or one that was deposed?"""
-        return bool(self._inline_since or self._overdue)
+        return bool(self._entered or self._overdue)
 
     def leave(self, term: int) -> bool:
         """The batch is over. False: this term was ended meanwhile, another thread leads."""
@@ -56,6 +61,7 @@ class Turn:
                 self._overdue -= 1
                 return False
             self._inline_since = 0
+            self._entered = False
             return True
 
     def depose(self, now: int, limit_ns: int) -> bool:
@@ -67,7 +73,8 @@ class Turn:
             if not self._inline_since or now - self._inline_since <= limit_ns:
                 return False
             self._term += 1
-            self._overdue += 1  # before the next store: `inside` may look in between
+            self._overdue += 1  # before the next stores: `inside` may look in between
             self._inline_since = 0
+            self._entered = False
         self._lead.release()  # a Lock may be released by a thread that did not acquire it
         return True

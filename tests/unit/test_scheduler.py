@@ -262,7 +262,8 @@ def test_a_suspect_waits_for_what_runs(scheduler, models):
 def test_a_suspect_waits_for_what_the_leader_runs_itself(scheduler, turn, models):
     model = models()
     term = turn.take()
-    turn.enter(1)
+    turn.enter()
+    turn.commit(1)
     instance = model.free.pop()
     scheduler.adopt(Recovered([request(model)], []))
     assert scheduler.due(0) is None

@@ -57,7 +57,8 @@ def test_a_short_batch_is_entered_and_left():
     turn = Turn()
     term = turn.take()
     assert not turn.inside()
-    turn.enter(100)
+    turn.enter()
+    turn.commit(100)
     assert turn.inside()
     assert turn.leave(term)
     assert not turn.inside()
@@ -70,7 +71,8 @@ def test_only_a_leader_that_is_late_is_deposed(now, deposed):
     turn = Turn()
     turn.take()
     assert not turn.depose(now, LIMIT_NS), "not inside a batch"
-    turn.enter(100)
+    turn.enter()
+    turn.commit(100)
     assert elsewhere(lambda: turn.depose(now, LIMIT_NS)) is deposed
     assert not turn.depose(now, LIMIT_NS), "once"
 
@@ -79,11 +81,13 @@ def test_a_deposed_leader_finds_out_when_its_batch_is_over():
     turn = Turn()
     old = turn.take()
     follower = Follower(turn)
-    turn.enter(100)
+    turn.enter()
+    turn.commit(100)
     assert turn.depose(200, LIMIT_NS)
     new = follower.leading()
     assert turn.inside(), "its batch still runs"
-    turn.enter(300)
+    turn.enter()
+    turn.commit(300)
     assert not turn.leave(old)
     assert turn.inside(), "the new leader's"
     turn.step_down(old)
@@ -100,7 +104,8 @@ def test_several_may_be_deposed_one_after_the_other():
     terms = []
     for _ in range(3):
         terms.append(turn.take())
-        turn.enter(100)
+        turn.enter()
+        turn.commit(100)
         assert turn.depose(200, LIMIT_NS)
     for term in terms:
         assert turn.inside()
@@ -115,7 +120,8 @@ def test_deposing_races_with_leaving():
     with ThreadPoolExecutor(1) as pool:
         for _ in range(300):
             term = turn.take()
-            turn.enter(100)
+            turn.enter()
+            turn.commit(100)
             answer = pool.submit(turn.depose, 200, LIMIT_NS)
             stayed = turn.leave(term)
             assert answer.result(LIMIT_S) is not stayed
@@ -143,3 +149,16 @@ def test_the_lead_is_handed_on_between_threads():
             done.result(LIMIT_S)
     assert {count for _, count in seen} == {1}
     assert len({term for term, _ in seen}) == 400
+
+
+def test_a_leader_that_has_entered_but_not_begun_keeps_the_lead():
+    turn = Turn()
+    term = turn.take()
+    turn.enter()
+    assert turn.inside()
+    assert not turn.depose(1 << 62, 0)
+    turn.commit(100)
+    assert turn.depose(200, 50)
+    assert turn.inside()  # the deposed one's batch
+    assert not turn.leave(term)
+    assert not turn.inside()

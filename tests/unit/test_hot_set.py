@@ -1,0 +1,138 @@
+"""A channel leaves the hot set only empty, and armed under a stamp that nobody has rung for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from broker.worker.hot_set import HotSet
+from shm.layout import ARMED
+from shm.statistics import BLOCK, REFUSED
+from tests.fakes.channel import PLAN, Plan, Twin, submit, take
+
+
+@pytest.fixture
+def twin() -> Iterator[Twin]:
+    with Twin(4) as twin:
+        yield twin
+
+
+class Watched:
+    """A hot set with one channel."""
+
+    def __init__(self, twin: Twin) -> None:
+        self.block = memoryview(bytearray(8 * BLOCK)).cast("Q")
+        self.broken: list[object] = []
+        self.traffic = 0
+        self.set = HotSet(self.block, self.broken.append, self._saw)
+        self.client = twin.client()
+        self.worker = twin.worker({PLAN: Plan(output_positions=4)})
+        self.worker.arm()
+        self.set.add(self.worker)
+        self.set.poll(0.0)  # the wake-up of `add`
+
+    def _saw(self) -> None:
+        self.traffic += 1
+
+
+@pytest.fixture
+def watched(twin: Twin) -> Watched:
+    return Watched(twin)
+
+
+def test_a_ring_makes_a_channel_hot_and_tells_of_traffic(watched):
+    assert watched.set.hot == []
+    submit(watched.client)
+    assert watched.set.poll(0.0)
+    assert watched.set.hot == [watched.worker]
+    assert watched.worker.words[ARMED] == 0
+    assert watched.traffic == 1
+
+
+def test_what_was_published_before_it_was_watched_is_found(twin):
+    watched = Watched(twin)
+    watched.set.remove(watched.worker)
+    submit(watched.client)
+    watched.set.add(watched.worker)
+    assert watched.set.poll(0.0)
+    assert watched.set.hot == [watched.worker]
+
+
+def test_a_channel_that_rang_stays_hot_however_late_the_leader_looks(watched):
+    """Its stamp is used up: the client would not ring again."""
+    submit(watched.client)
+    watched.set.poll(0.0)
+    watched.worker.arm()
+    watched.worker.last_traffic = 1  # when the ring came, ages ago
+    watched.set._cool(1)
+    assert watched.set.hot == [watched.worker]
+    assert watched.worker.words[ARMED] == 0
+
+
+def test_a_channel_that_holds_something_stays_hot(watched):
+    submit(watched.client)
+    watched.set.poll(0.0)
+    watched.worker.last_traffic = 1
+    watched.set._cool(2)
+    assert watched.set.hot == [watched.worker]
+
+
+def test_an_empty_channel_without_traffic_cools_and_rings_again(watched):
+    submit(watched.client)
+    watched.set.poll(0.0)
+    take(watched.worker)
+    watched.worker.arm()
+    watched.worker.last_traffic = 1
+    watched.set._cool(2)
+    assert watched.set.hot == []
+    assert watched.worker.words[ARMED]
+    submit(watched.client, 1)
+    assert watched.set.poll(0.0)
+    assert watched.set.hot == [watched.worker]
+
+
+def test_a_sleep_is_not_begun_with_something_published(watched):
+    submit(watched.client)
+    watched.set.poll(0.0)
+    watched.set.sleep(lambda: pytest.fail("slept"))
+    assert watched.worker.words[ARMED] == 0
+    assert watched.set.hot == [watched.worker]
+
+
+def test_a_spin_ends_with_the_first_entry_and_keeps_the_books_when_nothing_comes(watched):
+    submit(watched.client)
+    watched.set.poll(0.0)
+    assert watched.set.spin(lambda: pytest.fail("there is work"))
+    take(watched.worker)
+    kept = []
+    assert not watched.set.spin(lambda: kept.append(1))
+    assert len(kept) <= 1
+
+
+def test_a_broken_channel_is_reported_once_and_not_listened_to(watched):
+    submit(watched.client)
+    watched.set.poll(0.0)
+    watched.worker.broken = "forged its tail"
+    watched.worker.refused = 3
+    watched.set.attend()
+    assert watched.broken == [watched.worker]
+    assert watched.set.hot == []
+    assert watched.block[REFUSED] == 3
+    submit(watched.client, 1)
+    watched.client._ring(1)
+    assert not watched.set.poll(0.0)
+    watched.set.attend()
+    assert len(watched.broken) == 1
+
+
+def test_removing_a_channel_leaves_another_with_its_number_alone(watched, twin):
+    watched.set.remove(watched.worker)
+    other = twin.worker({})
+    other.arm()
+    watched.set.add(other)  # the same doorbell
+    watched.set.poll(0.0)
+    watched.set.remove(watched.worker)
+    submit(watched.client)
+    assert watched.set.poll(0.0)
+    assert watched.set.hot == [other]
