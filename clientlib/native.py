@@ -21,6 +21,7 @@ from clientlib import process
 from clientlib.arena import CHUNK, Block, Store
 from clientlib.layout import Layout, RoomNeeded, sketch
 from clientlib.link import Bound, L, Link, PlanState, Prepared
+from clientlib.recipe import Recipe
 from clientlib.region import MappedRegion, TensorRef
 from clientlib.session import Call, Procedure
 from shm import messages
@@ -203,6 +204,12 @@ class Native(Generic[L]):
             why = f": it was {region.retired}" if region.retired else ": it belongs to another client"
             raise InferError(Code.NOT_FOUND, f"Unable to find shared memory region: '{region.name}'{why}")
 
+    def _check_regions(self, recipe: Recipe) -> None:
+        refs = [*recipe.inputs.values(), *(recipe.outputs.values() if isinstance(recipe.outputs, dict) else ())]
+        for ref in refs:
+            if isinstance(ref, TensorRef):
+                self._check_region(ref.region)
+
     # --- models ----------------------------------------------------------------------------------------------------
 
     def models(self, link: Link[L]) -> Procedure[dict[str, ModelMetadata]]:
@@ -237,10 +244,7 @@ class Native(Generic[L]):
         """Lay `plan` out and have the broker check it and bind it to a worker."""
         yield from self._release_dropped(link)
         recipe = plan.recipe
-        refs = [*recipe.inputs.values(), *(recipe.outputs.values() if isinstance(recipe.outputs, dict) else ())]
-        for ref in refs:
-            if isinstance(ref, TensorRef):
-                self._check_region(ref.region)
+        self._check_regions(recipe)
         model = yield from self.model(link, recipe.model, recipe.version)
         sizes = sketch(recipe, model)
         block = (yield from self._allocate(sizes.byte_size)) if sizes.byte_size else None
@@ -251,6 +255,7 @@ class Native(Generic[L]):
             self._plans.add(plan)
 
     def _prepare(self, link: Link[L], plan: PlanState[L], layout: Layout) -> Procedure[Prepared[L]]:
+        self._check_regions(plan.recipe)  # the broker goes by names, which may be other regions' by now
         reply, _ = yield Call(
             messages.Prepare(
                 model=plan.recipe.model,

@@ -98,6 +98,20 @@ class TestBroker:
         assert caught.value.code == "UNAVAILABLE"
         small_broker.start()
 
+    def test_a_plan_stays_off_a_region_that_took_its_regions_name(self, client, small_broker):
+        _, plan = doubling(client)
+        plan.infer()
+        client.unregister("r")
+        other = client.create_region("r", 4096)
+        other.array((4096,), np.uint8)[:] = 7
+        small_broker.stop()
+        small_broker.start()
+        client.models()
+        with pytest.raises(InferError, match="'r': it was unregistered") as caught:
+            plan.infer(timeout=20)
+        assert caught.value.code == "NOT_FOUND"
+        assert (other.array((4096,), np.uint8) == 7).all()
+
     def test_a_region_the_new_broker_refuses(self, client, small_broker):
         region, _ = doubling(client)
         small_broker.stop()
