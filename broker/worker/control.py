@@ -176,7 +176,7 @@ class Control:
             verdict = (Code.NOT_FOUND, f"Unable to find shared memory region: '{region.info.name}'")
             for plan in self._all_plans():
                 if plan.names(region):
-                    plan.close(verdict)
+                    self._models.close(plan, verdict)
                     self._leaving.append(plan)
         return True
 
@@ -188,7 +188,8 @@ class Control:
             known.refused_until_ns = message.refused_until_ns
             return True
         plan = Plan(message, self._regions, self._loop.live_requests)
-        self._crowds.enter(plan)
+        with self._models.lock:  # it changes which plans are simple
+            self._crowds.enter(plan)
         plans[key] = plan
         self._models.bind(plan)
         return True
@@ -196,7 +197,7 @@ class Control:
     def _on_DropPlan(self, message: messages.DropPlan, fds: list[int]) -> bool:
         plan = self._plans.get(message.session, {}).pop(message.index | message.generation << 32, None)
         if plan is not None:
-            plan.close(plan.closed or (Code.NOT_FOUND, "the plan was released"))
+            self._models.close(plan, (Code.NOT_FOUND, "the plan was released"))
             self._leaving.append(plan)
             self._prune(message.session)
         return message.id > 0
@@ -214,7 +215,8 @@ class Control:
             if id(plan) in live:
                 self._leaving.append(plan)
             else:
-                self._crowds.leave(plan)
+                with self._models.lock:
+                    self._crowds.leave(plan)
                 plan.forget_memory()
 
     # --- channels -----------------------------------------------------------------------------------------------
@@ -263,7 +265,7 @@ class Control:
 
         def close() -> None:
             for plan in self._all_plans():
-                plan.close(plan.closed or STOPPING)
+                self._models.close(plan, STOPPING)
             self._when(self._loop.finished, leave)
 
         def leave() -> None:

@@ -20,22 +20,26 @@ from shm.errors import Code, InferError
 MAX_SIGNATURES = 4096
 Plans = Callable[[], list[Plan]]  # all that are bound, asked for after a change: none may slip in between
 CHANGED: Verdict = (Code.UNAVAILABLE, "the model was reloaded with other inputs or outputs: prepare the plan again")
+UNTIL_A_LOAD = (None, MISSING, CHANGED)  # what a load may change
 
 
 @final
 class ModelTable:
-    """Loaded versions. A reload replaces a version only when the new one is ready."""
+    """Loaded versions. A reload replaces a version only when the new one is ready.
+
+    `lock` also guards whether a plan is open and simple: a load must not open again what the control thread closes.
+    """
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._versions: dict[str, dict[int, LoadedModel]] = {}
         self._signatures: dict[object, object] = {}
 
     @property
     def instances(self) -> int:
         """Instances of all loaded versions."""
-        with self._lock:
+        with self.lock:
             return sum(len(m.instances) for versions in self._versions.values() for m in versions.values())
 
     def load(self, message: LoadInstances, blocks: list[memoryview]) -> LoadedModel:
@@ -50,13 +54,13 @@ class ModelTable:
         except BaseException:
             model.close()
             raise
-        with self._lock:
+        with self.lock:
             self._versions.setdefault(config.name, {})
         return model
 
     def publish(self, model: LoadedModel, plans: Plans) -> None:
         """Serve with `model` from now on; what is queued for the one it replaces still runs there."""
-        with self._lock:
+        with self.lock:
             old = self._versions[model.name].get(model.version)
             self._versions[model.name][model.version] = model
         for plan in plans():
@@ -67,7 +71,7 @@ class ModelTable:
 
     def unload(self, name: str, version: int, plans: Plans) -> None:
         """Plans move to the version that is the latest now, or are closed; what is queued still runs."""
-        with self._lock:
+        with self.lock:
             old = self._versions.get(name, {}).pop(version, None)
         for plan in plans():
             if plan.model_name == name:
@@ -79,11 +83,17 @@ class ModelTable:
         """Give a new plan its model. It is among the plans that a load sees by now."""
         self._settle(plan)
 
+    def close(self, plan: Plan, verdict: Verdict) -> None:
+        """Let the plan take no request any more, whatever is loaded later. The first verdict stays."""
+        with self.lock:
+            if plan.closed in UNTIL_A_LOAD:
+                plan.close(verdict)
+
     def _settle(self, plan: Plan) -> None:
-        with self._lock:  # until it is done: a load and a bind may settle the same plan at once
+        with self.lock:  # until it is done: a load and a bind may settle the same plan at once
             versions = self._versions.get(plan.model_name, {})
             model = versions.get(plan.version or max(versions, default=0))
-            if plan.closed not in (None, MISSING, CHANGED):
+            if plan.closed not in UNTIL_A_LOAD:
                 return
             if model is None or (plan.model is not None and not _same_signature(plan.model, model)):
                 plan.close(MISSING if model is None else CHANGED)

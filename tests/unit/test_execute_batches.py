@@ -12,12 +12,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from broker.worker import execute
-from broker.worker import models as worker_models
-from broker.worker.loop import Loop
-from broker.worker.messages import LoadInstances
-from broker.worker.model import MISSING, LoadedModel
-from broker.worker.models import CHANGED, ModelTable
-from broker.worker.plans import Plan, adopt
+from broker.worker.plans import Plan
 from shm import statistics
 from shm.errors import Code
 from tests.fakes import models
@@ -272,103 +267,3 @@ def test_buffers_are_kept_for_some_signatures_only(load, monkeypatch):
         assert memory.get(4160, (1, size)).tolist() == [[size * 10 + 2] * size]
         assert len(loaded.model.instances[0].buffers) <= 2
     assert loaded.batches() == {2: 4}
-
-
-# --- reloads --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def table() -> Iterator[ModelTable]:
-    watch = os.eventfd(0, os.EFD_NONBLOCK)
-    loop = Loop(memoryview(bytearray(4096)).cast("Q"), lambda channel: None, watch)
-    yield ModelTable(loop)
-    os.close(loop._wake)
-    os.close(watch)
-
-
-def load_into(table: ModelTable, loaded: Loaded) -> LoadedModel:
-    """The model of `loaded` once more, not published."""
-    message = LoadInstances(config=loaded.model.config, version=1, generation=1, blocks=(0,))
-    return table.load(message, [loaded.page.block(0)])
-
-
-def test_queued_requests_of_a_replaced_model_run_on_it_and_leave_nothing(load):
-    loaded = load(models.add1())
-    memory = loaded.memory()
-    plan = rows_at(loaded, memory)
-    loaded.infer(plan)
-    replacement = loaded.load(loaded.model.config)
-    adopt(plan, replacement, loaded.signatures)
-    assert not plan.bindings
-    loaded.infer(plan, 1)
-    loaded.run(loaded.request(plan, 2), loaded.request(plan, 3))
-    assert results(memory)[:4] == [1, 2, 3, 4]
-    assert not plan.bindings, "a binding would keep the old model in memory"
-    loaded.run(loaded.request(plan, 4), model=replacement)
-    loaded.run(loaded.request(plan, 5), loaded.request(plan, 6), model=replacement)
-    assert results(memory)[4:7] == [5, 6, 7]
-    assert len(plan.bindings) == 2
-    assert loaded.count(statistics.SUCCESS) == 7
-    replacement.close()
-
-
-def test_the_policy_is_that_of_the_model_that_runs(load):
-    """A reload that allows what was copied before must not lift the copy for what is still queued."""
-    loaded = load(models.topk())
-    memory = loaded.memory()
-    outputs = [spec("values", (1, 2), offset=4096)]
-    plan = loaded.plan(memory, [spec("x", (1, 4), stride=16)], outputs, positions=8, rows=1)
-    free = loaded.load(loaded.model.config)
-    free.copied = frozenset()
-    adopt(plan, free, loaded.signatures)
-    assert plan.adjacent
-    memory.put(0, X)
-    memory.put(16, 2 * X)
-    loaded.run(loaded.request(plan, 0), loaded.request(plan, 1))
-    assert memory.get(4096, (2, 2)).tolist() == [[4, 3], [8, 6]]
-    assert loaded.copied()["gather"] == 32
-    loaded.infer(plan)
-    assert loaded.copied()["policy"] == 16
-    free.close()
-
-
-def test_a_reload_rebinds_plans_or_closes_those_that_do_not_fit(load, table):
-    loaded, other = load(models.add1()), load(models.two_input())
-    memory = loaded.memory()
-    plan = rows_at(loaded, memory)
-    plan.model = None
-    published = [load_into(table, what) for what in (loaded, loaded, other, loaded)]
-    for model in published[:2]:
-        table.publish(model, lambda: [plan])
-        assert (plan.closed, plan.model) == (None, model)
-        loaded.run(loaded.request(plan), model=model)
-    table.publish(published[2], lambda: [plan])
-    assert plan.closed == CHANGED
-    assert not plan.bindings
-    assert not plan.simple
-    table.publish(published[3], lambda: [plan])
-    assert (plan.closed, plan.model) == (None, published[3])
-    loaded.run(loaded.request(plan), model=published[3])
-    table.unload("m", 1, lambda: [plan])
-    assert plan.closed == MISSING
-    assert not plan.bindings
-    assert table.instances == 0
-    for model in published:
-        model.close()
-
-
-def test_signatures_are_bounded_and_only_cost_batches(load, table, monkeypatch):
-    monkeypatch.setattr(worker_models, "MAX_SIGNATURES", 3)
-    loaded = load(models.add1())
-    memory = loaded.memory()
-    table.publish(load_into(table, loaded), list)
-    plans = []
-    for size in (1, 2, 3, 4, 5, 6, 7, 1):
-        plan = loaded.plan(memory, [spec("x", (1, size))], [spec("y", (1, size), offset=4096)], rows=1)
-        plan.model = None
-        table.bind(plan)
-        plans.append(plan)
-        assert len(table._signatures) <= 4
-    assert plans[0].signature == plans[-1].signature
-    assert plans[0].signature is not plans[-1].signature
-    assert plans[0].signature != plans[1].signature
