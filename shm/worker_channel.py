@@ -150,43 +150,44 @@ class WorkerChannel:
                 self.broken = f"published {count} entries in a ring of {self._geometry.ring_mask + 1}"
             return []
         notable: list[tuple[Request, bool]] = []
+        ring_mask, slots, submissions = self._geometry.ring_mask, self._geometry.slots, self._submissions
+        live, ledger, memory, plans = self.live, self._ledger, self._memory, self.plans
         with self.lock:
             head_end = head + min(count, limit)
             for position in range(head, head_end):
-                self._take_one(position, now, out, notable)
+                slot = words[RING + (position & ring_mask)]
+                if slot >= slots:
+                    self._take_cancel(slot, notable)
+                    continue
+                entry = SUBMISSION.unpack_from(memory, submissions + 64 * slot)
+                if entry[0] != position + 1 or live[slot] is not None:
+                    self.refused += 1
+                    continue
+                request = live[slot] = Request(self, slot, entry, plans.get(entry[1]), now)
+                ledger[MARK + slot] = (position + 1) << 16 | TAKEN
+                verdict = admit(request, entry[12], now)
+                if verdict is None:
+                    request.plan.busy[request.output_position] = 1  # type: ignore[union-attr]
+                    request.started = True  # holds its output position
+                    out.append(request)
+                else:
+                    request.fail(*verdict)
+                    request.ended = request.code  # a cancel that follows it in the ring has nothing to end any more
+                    notable.append((request, False))
             # One store for all: a taken entry whose mark is stored but not covered by HEAD is found by its mark.
-            self.head = self._ledger[HEAD] = head_end
+            self.head = ledger[HEAD] = head_end
         return notable
 
-    def _take_one(self, position: int, now: int, out: list[Request], notable: list[tuple[Request, bool]]) -> None:
-        word = self.words[RING + (position & self._geometry.ring_mask)]
+    def _take_cancel(self, word: int, notable: list[tuple[Request, bool]]) -> None:
         slot = word & 0xFFFFFFFF
-        if slot >= self._geometry.slots:
+        if slot >= self._geometry.slots or not word & CANCEL:
             self.refused += 1
             return
-        if word & CANCEL:
-            request = self.live[slot]
-            cancel = self.words[self._geometry.submissions + 8 * slot + 7]
-            if request is not None and cancel == request.position and not request.ended:
-                request.ended = Code.CANCELLED
-                notable.append((request, True))
-            return
-        entry = SUBMISSION.unpack_from(self._memory, self._submissions + 64 * slot)
-        if entry[0] != position + 1 or self.live[slot] is not None:
-            self.refused += 1
-            return
-        request = Request(self, slot, entry, self.plans.get(entry[1]), now)
-        self.live[slot] = request
-        self._ledger[MARK + slot] = (position + 1) << 16 | TAKEN
-        verdict = admit(request, entry[12], now)
-        if verdict is None:
-            request.plan.busy[request.output_position] = 1  # type: ignore[union-attr]
-            request.started = True  # holds its output position
-            out.append(request)
-        else:
-            request.fail(*verdict)
-            request.ended = request.code  # a cancel that follows it in the ring has nothing to end any more
-            notable.append((request, False))
+        request = self.live[slot]
+        cancel = self.words[self._geometry.submissions + 8 * slot + 7]
+        if request is not None and cancel == request.position and not request.ended:
+            request.ended = Code.CANCELLED
+            notable.append((request, True))
 
     def peek(self, now: int) -> Request | None:
         """The one entry that is there, checked, when nothing about it is unusual; else None. Changes nothing.
@@ -244,14 +245,31 @@ class WorkerChannel:
 
     def complete(self, requests: Sequence[Request]) -> None:
         """Publish the endings of `requests` with one store, from any thread. Each must be live on this channel."""
-        words, ledger = self.words, self._ledger
+        words, ledger, live, memory = self.words, self._ledger, self.live, self._memory
+        mask, completions = self._geometry.completion_mask, self._completions
         with self.lock:
             number = self._ctail
             # An honest client always leaves room: unread finals + outstanding ≤ N, and there are 2N entries.
             if not 0 <= number - words[CONSUMED] <= 2 * self._geometry.slots - len(requests):
                 self.broken = self.broken or "does not consume its completions"
             for request in requests:
-                self._publish(request, number)
+                slot = request.slot
+                COMPLETION.pack_into(
+                    memory,
+                    completions + 64 * (number & mask),
+                    number + 1,
+                    request.position << 16 | slot,
+                    self._noted(request, number) if request.note else request.code | FINAL,
+                    request.queue_ns,
+                    request.input_ns,
+                    request.infer_ns,
+                    request.output_ns,
+                    request.copied,
+                )
+                # Before the commit: the client may reuse slot and range after it.
+                live[slot] = None
+                if request.started:
+                    request.plan.busy[request.output_position] = 0  # type: ignore[union-attr]
                 number += 1
             words[CTAIL] = self._ctail = number  # the commit
             for request in requests:
@@ -261,6 +279,12 @@ class WorkerChannel:
         if waiting and waiting != self._rung:
             self._rung = waiting
             self.ring()
+
+    def _noted(self, request: Request, number: int) -> int:
+        """Write the note beside completion `number`; the status word that says so."""
+        start = self._geometry.notes * 8 + NOTE_BYTES * (number & self._geometry.completion_mask)
+        self._memory[start : start + NOTE_BYTES] = request.note.ljust(NOTE_BYTES, b"\0")
+        return request.code | FINAL | NOTED
 
     def finish(self, request: Request) -> None:
         """`complete` for one request that `begin` took and that ran well: the inline path's other half."""
@@ -292,30 +316,6 @@ class WorkerChannel:
         if waiting and waiting != self._rung:
             self._rung = waiting
             self.ring()
-
-    def _publish(self, request: Request, number: int) -> None:
-        """Write completion `number`, and let go of slot and range: the client may reuse both after the commit."""
-        at = number & self._geometry.completion_mask
-        status = request.code | FINAL
-        if request.note:
-            status |= NOTED
-            start = self._geometry.notes * 8 + NOTE_BYTES * at
-            self._memory[start : start + NOTE_BYTES] = request.note.ljust(NOTE_BYTES, b"\0")
-        COMPLETION.pack_into(
-            self._memory,
-            self._completions + 64 * at,
-            number + 1,
-            request.position << 16 | request.slot,
-            status,
-            request.queue_ns,
-            request.input_ns,
-            request.infer_ns,
-            request.output_ns,
-            request.copied,
-        )
-        self.live[request.slot] = None
-        if request.started:
-            request.plan.busy[request.output_position] = 0  # type: ignore[union-attr]
 
     def ring(self) -> None:
         """Wake the client. A full pipe means it has been rung already, a broken one that it is gone."""
