@@ -207,6 +207,7 @@ class Session:
     async def _serve(self, request: Request, fds: list[int]) -> None:
         try:
             if not self._greeted:
+                sockets.close_all(fds)
                 await self._greet(request)
                 return
             if isinstance(request, Hello):
