@@ -92,19 +92,21 @@ class DesiredState:
     ) -> None:
         """Record it and return when the current process has acknowledged it; what is there already is not sent again.
 
-        Raises InferError when the worker refuses, or does not answer in time; it is not wanted any more then. A
-        process that was asked and did not answer in time hangs, so it is killed.
+        Raises InferError when the worker refuses, or does not answer in time; it is not wanted any more then, unless
+        an earlier call recorded it. A process that was asked and did not answer in time hangs, so it is killed.
         """
         present = table.get(key)
-        if present is None or present.message != wanted.message:
-            table[key] = wanted
-        else:
+        shared = present is not None and present.message == wanted.message
+        if present is not None and shared:
             wanted = present
+        else:
+            table[key] = wanted
         try:
             async with asyncio.timeout(limit_s), wanted.lock:
                 await self._bring(wanted)
         except BaseException as error:
-            self.abandon(table, key, undo, wanted)
+            if not shared or wanted.error is not None:
+                self.abandon(table, key, undo, wanted)
             if not isinstance(error, TimeoutError):
                 raise
             refusal = self._no_answer(wanted.message, limit_s)

@@ -109,6 +109,28 @@ async def test_a_channel_that_a_replacement_refuses_is_ended_and_its_client_hung
 
 
 @in_loop
+async def test_giving_up_on_what_is_there_already_takes_nothing_away(journal: Journal, tmp_path: Path) -> None:
+    crashing = tmp_path / "crashing"
+    fd = sealed_memfd("test-region", 4096)
+    async with running() as workers:
+        worker = await load(workers, config(on_load=f"SIGSEGV while {crashing}"))
+        await worker.add_region(region_of(fd))
+        crashing.touch()
+        pid = worker.pid
+        worker.kill("a test")
+        await until(lambda: worker.restarts >= 2)
+        again = asyncio.create_task(worker.add_region(region_of(fd)))
+        await asyncio.sleep(0)
+        again.cancel()
+        await asyncio.wait([again])
+        assert again.cancelled()
+        crashing.unlink()
+        assert "AddRegion" in journal.types(await replaced(worker, pid))
+        assert worker.has_region(5, 6)
+    os.close(fd)
+
+
+@in_loop
 async def test_a_call_outlives_the_process_it_was_made_to(journal: Journal, tmp_path: Path) -> None:
     crashing = tmp_path / "crashing"
     crashing.touch()
