@@ -111,6 +111,9 @@ class AsyncPending:
     def settle(self, entry: tuple[int, ...], note: bytes) -> None:
         """The channel's completion. The output position is free from here on."""
         self.note = note
+        layout = self._bound.layout
+        if layout.mixed:
+            self._result = layout.settled(entry, note, self.output_slot, self._rows, self.copied)
         self._bound.live.pop(self.output_slot, None)
         self.entry = entry
         if self._timer is not None:

@@ -23,6 +23,7 @@ from clientlib.results import InferResult
 from shm import datatypes, views
 from shm.datatypes import BYTES
 from shm.errors import Code, InferError
+from shm.layout import CODE_MASK
 from shm.messages import ModelMetadata, TensorSpec
 from shm.views import Placement
 
@@ -166,6 +167,7 @@ class Layout:
         "byte_size",
         "input_positions",
         "inputs",
+        "mixed",
         "output_positions",
         "outputs",
         "owns_outputs",
@@ -186,6 +188,7 @@ class Layout:
         self.input_positions, self.output_positions = sketch.input_positions, sketch.output_positions
         self.byte_size = sketch.byte_size  # of the client's own block
         self.owns_outputs = sketch.owns_outputs  # they lie in places of the bank: arrays can keep those
+        self.mixed = not self.owns_outputs and any(tensor.own for tensor in outputs)
         spans: list[list[Span]] = [[], []]
         for target, tensors, positions, output in (
             (spans[0], inputs, self.input_positions, False),
@@ -246,6 +249,18 @@ class Layout:
                     copied += array.nbytes
             arrays[tensor.name] = array
         return InferResult(arrays, entry, copied)
+
+    def settled(self, entry: tuple[int, ...], note: bytes, position: int, rows: int, copied: int) -> InferResult | None:
+        """The result of a `mixed` plan's request while its position is still its own.
+
+        There the client's outputs lie at the position that the caller chose: the next request overwrites them.
+        """
+        if entry[2] & CODE_MASK:
+            return None
+        try:
+            return self.result(entry, note, position, rows, None, copied)
+        except Exception:  # for who asks for the result to meet: the one who reaps does so for others too
+            return None
 
     def failure(self, code: int, note: bytes) -> InferError:
         """The error that a completion carries."""

@@ -69,7 +69,10 @@ class Pending:
     def settle(self, entry: tuple[int, ...], note: bytes) -> None:
         """The channel's completion. The output position is free from here on."""
         self.note = note
-        self.layout.ranges.live.pop(self.output_slot, None)
+        layout = self.layout
+        if layout.mixed:
+            self._result = layout.settled(entry, note, self.output_slot, self.rows, self.copied)
+        layout.ranges.live.pop(self.output_slot, None)
         self.entry = entry
         if self._wakes is not None:
             for lock in tuple(self._wakes):

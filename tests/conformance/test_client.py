@@ -195,6 +195,23 @@ class TestRegions:
         for k, each in enumerate(pending):
             assert (each.result()["y"] == k + 1).all()
 
+    def test_outputs_without_a_place_beside_placed_ones(self, client):
+        region = client.create_region("mixed", 1 << 16)
+        region.array((2, 1, 4), np.float32)[:] = [[[1] * 4], [[50] * 4]]
+        region.array((1, 4), np.float32, 1024)[:] = 1
+        a, b = region.tensor((1, 4), "FP32"), region.tensor((1, 4), "FP32", 1024, stride=0)
+        plan = client.prepare("two_input", {"a": a, "b": b}, {"total": region.tensor((1, 4), "FP32", 4096)}, (2, 1))
+        submitted = []
+        for k in range(2):
+            pending = plan.submit(input_slot=k)
+            while not pending.done():
+                pass
+            submitted.append(pending)
+        first, second = (pending.result() for pending in submitted)
+        assert (first["difference"].tolist(), second["difference"].tolist()) == ([[0] * 4], [[49] * 4])
+        assert first["total"].tolist() == second["total"].tolist() == [[51] * 4]  # the caller's place, used twice
+        assert first.copied_bytes == 16
+
     def test_fewer_rows(self, client):
         region = client.create_region("rows", 4096)
         region.array((4, 4), np.float32)[:] = 1
