@@ -39,7 +39,8 @@ class Lane:
         """Settle what has ended, unless another thread is doing that."""
         if self.channel.role.acquire(blocking=False):
             try:
-                self.channel.reap()
+                if not self.channel.reap() and self.error is None:
+                    self.channel.drain_pipe()  # tells whether broker and worker are still there
                 if self.channel.gone:
                     self.abandon()
             finally:

@@ -83,6 +83,17 @@ class TestBroker:
         assert client.infer("double", {"x": np.ones((1, 1), np.float32)})["y"].tolist() == [[2]]
         client.create_region("new", 64)
 
+    def test_a_look_finds_what_a_broker_that_went_leaves_behind(self, client, small_broker):
+        _, plan = doubling(client)
+        small_broker.hold = True
+        pending = plan.submit()
+        assert not pending.done()
+        small_broker.stop()
+        assert pending.done()
+        with pytest.raises(InferError, match="broker went away"):
+            pending.result()
+        small_broker.start()
+
     def test_a_call_finds_the_new_broker_by_itself(self, client, small_broker):
         small_broker.stop()
         small_broker.start()
