@@ -2,12 +2,14 @@
 
 Most plans share no byte with any other; `Crowds` finds that out when a plan is bound, and admission then only looks at
 one byte per output position. Plans that do meet others are crowded: their requests are compared with the live requests
-of crowded plans. Memory is compared by (device, inode), whoever registered it under whatever name.
+of crowded plans in the same memory. Memory is compared by (device, inode), whoever registered it under whatever name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import bisect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, final
 
 from shm import views
@@ -19,7 +21,7 @@ LiveRequests = Callable[[], Iterable[Request]]
 MAX_COMPARED = (
     1024  # live requests of crowded plans: beyond it a client pays with refusals, not its neighbours with time
 )
-LOOK_AGAIN = 64  # plans in one memory among which a plan that leaves may have been the only one in the way
+LOOK = 32  # neighbours of a plan that are compared exactly; with more it counts as crowded without being so
 
 
 class Placed(Protocol):
@@ -49,44 +51,105 @@ class Crowdable(Protocol):
 
 
 @final
-class Crowds:
-    """All bound plans, by the memory they use. Used by the control thread."""
+class Spans:
+    """What lies where in one memory, found without looking at all of it.
 
-    __slots__ = ("_by_memory",)
+    By size class, each sorted by start: a span that reaches a place begins less than its class's size before it.
+    """
+
+    __slots__ = ("_classes",)
 
     def __init__(self) -> None:
-        self._by_memory: dict[Identity, set[Crowdable]] = {}
+        self._classes: dict[int, list[tuple[int, int, int, Crowdable]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._classes)
+
+    def add(self, start: int, end: int, plan: Crowdable) -> None:
+        """A span that is not there yet."""
+        bisect.insort(self._classes.setdefault((end - start).bit_length(), []), (start, end, id(plan), plan))
+
+    def remove(self, start: int, end: int, plan: Crowdable) -> None:
+        """A span that is there."""
+        size = (end - start).bit_length()
+        entries = self._classes[size]
+        del entries[bisect.bisect_left(entries, (start, end, id(plan)))]
+        if not entries:
+            del self._classes[size]
+
+    def around(self, start: int, end: int) -> Iterator[Crowdable]:
+        """Whoever has a byte of [start, end) in its span."""
+        for size, entries in self._classes.items():
+            for at in range(bisect.bisect_left(entries, (start - (1 << size),)), len(entries)):
+                begins, ends, _, plan = entries[at]
+                if begins >= end:
+                    break
+                if ends > start:
+                    yield plan
+
+
+@final
+class Crowds:
+    """All bound plans, by the memory they use. `enter` and `leave` are the control thread's."""
+
+    __slots__ = ("_spans",)
+
+    def __init__(self) -> None:
+        self._spans: dict[tuple[Identity, bool, bool], Spans] = {}  # by memory, written or read, crowded or not
 
     def enter(self, plan: Crowdable) -> None:
         """Mark the plan and those it meets as crowded."""
-        plan.crowded = meet(plan.outputs, plan.inputs)
-        for other in self._neighbours(plan):
-            if not (plan.crowded and other.crowded) and _conflict(plan, other):
-                plan.crowded = True
-                if not other.crowded:
-                    other.crowded = True
-                    other.simplify()
-        for memory in _memories(plan):
-            self._by_memory.setdefault(memory, set()).add(plan)
+        free = list(dict.fromkeys(self._rivals(plan, crowded=False)))
+        met = [other for looked, other in enumerate(free) if looked >= LOOK or _conflict(plan, other)]
+        for other in met:
+            self._mark(other, True)
+        plan.crowded = bool(met) or self._meets(plan)
+        self._add(plan)
         plan.simplify()
 
     def leave(self, plan: Crowdable) -> None:
         """Forget the plan; those it was in the way of are free again, as far as that is quickly seen."""
-        for memory in _memories(plan):
-            plans = self._by_memory.get(memory, set())
-            plans.discard(plan)
-            if not plans:
-                self._by_memory.pop(memory, None)
-        neighbours = self._neighbours(plan) if plan.crowded else set()
-        if len(neighbours) > LOOK_AGAIN:
+        self._remove(plan)
+        neighbours = list(itertools.islice(self._rivals(plan, crowded=True), LOOK + 1)) if plan.crowded else []
+        if len(neighbours) > LOOK:
             return
-        for other in neighbours:
-            if other.crowded and not meet(other.outputs, other.inputs):
-                other.crowded = any(third is not other and _conflict(other, third) for third in neighbours)
-                other.simplify()
+        for other in dict.fromkeys(neighbours):
+            if not self._meets(other):
+                self._mark(other, False)
 
-    def _neighbours(self, plan: Crowdable) -> set[Crowdable]:
-        return {other for memory in _memories(plan) for other in self._by_memory.get(memory, ())}
+    def _meets(self, plan: Crowdable) -> bool:
+        """Does the plan meet itself or a crowded one?"""
+        if meet(plan.outputs, plan.inputs):
+            return True
+        for looked, other in enumerate(self._rivals(plan, crowded=True)):
+            if other is not plan and (looked >= LOOK or _conflict(plan, other)):
+                return True
+        return False
+
+    def _rivals(self, plan: Crowdable, crowded: bool) -> Iterator[Crowdable]:
+        """Plans one of whose spans may not be shared with one of this plan's; some of them several times."""
+        for written, identity, start, end in _spans(plan):
+            for theirs in (False, True) if written else (True,):
+                spans = self._spans.get((identity, theirs, crowded))
+                if spans is not None:
+                    yield from spans.around(start, end)
+
+    def _mark(self, plan: Crowdable, crowded: bool) -> None:
+        self._remove(plan)
+        plan.crowded = crowded
+        self._add(plan)
+        plan.simplify()
+
+    def _add(self, plan: Crowdable) -> None:
+        for written, identity, start, end in _spans(plan):
+            self._spans.setdefault((identity, written, plan.crowded), Spans()).add(start, end, plan)
+
+    def _remove(self, plan: Crowdable) -> None:
+        for written, identity, start, end in _spans(plan):
+            spans = self._spans[identity, written, plan.crowded]
+            spans.remove(start, end, plan)
+            if not spans:
+                del self._spans[identity, written, plan.crowded]
 
 
 def scan(plan: Crowdable, input_position: int, output_position: int, live: Iterable[Request]) -> str:
@@ -125,8 +188,15 @@ def _conflict(a: Crowdable, b: Crowdable) -> bool:
     return meet(a.outputs, b.inputs) or meet(a.outputs, b.outputs) or meet(b.outputs, a.inputs)
 
 
-def _memories(plan: Crowdable) -> set[Identity]:
-    return {tensor.span()[0] for tensor in (*plan.inputs, *plan.outputs)}
+def _spans(plan: Crowdable) -> set[tuple[bool, Identity, int, int]]:
+    """(written?, memory, start, end) of everything that a plan reads or writes."""
+    found = set()
+    for written, tensors in ((False, plan.inputs), (True, plan.outputs)):
+        for tensor in tensors:
+            identity, place = tensor.span()
+            if place.byte_size:
+                found.add((written, identity, place.offset, place.end))
+    return found
 
 
 def _touching(a: Iterable[Placed], i: int, b: Sequence[Placed], j: int) -> str:

@@ -7,15 +7,19 @@ from types import SimpleNamespace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from broker.worker import overlap
 from broker.worker.overlap import MAX_COMPARED, Crowds, scan
 from shm.views import Placement
 
+conflict = overlap._conflict
+
 
 class Tensor:
-    def __init__(self, name, offset, byte_size=64, positions=1, memory=(1, 1)):
-        end = offset + positions * byte_size
+    def __init__(self, name, offset, byte_size=64, positions=1, memory=(1, 1), stride=0):
+        stride = stride or byte_size
+        end = offset + (positions - 1) * stride + byte_size
         self.name = name
-        self._span = memory, Placement(offset, byte_size, byte_size, positions, end)
+        self._span = memory, Placement(offset, stride, byte_size, positions, end)
 
     def span(self):
         return self._span
@@ -126,7 +130,52 @@ def test_thousands_of_plans_on_one_range_enter_and_leave_without_comparing_all_w
     assert sum(plan.told for plan in plans) <= 2 * len(plans)
     for plan in plans:
         crowds.leave(plan)
-    assert not crowds._by_memory
+    assert not crowds._spans
+
+
+def test_thousands_of_plans_apart_enter_without_comparing_all_with_all(monkeypatch):
+    compared = []
+    monkeypatch.setattr(overlap, "_conflict", lambda a, b: compared.append(1))
+    crowds = Crowds()
+    plans = [Plan([Tensor("x", 128 * k)], [Tensor("y", 128 * k + 64)]) for k in range(4096)]
+    plans.insert(2048, Plan([Tensor("x", 1 << 20, 1 << 19)], [Tensor("y", 3 << 19, 1 << 19)]))  # a large one among them
+    for plan in plans:
+        crowds.enter(plan)
+    assert not any(plan.crowded for plan in plans)
+    for plan in plans:
+        crowds.leave(plan)
+    assert not compared
+    assert not crowds._spans
+
+
+def test_plans_woven_into_each_other_are_compared_exactly_only_while_they_are_few(monkeypatch):
+    compared = []
+    monkeypatch.setattr(overlap, "_conflict", lambda a, b: compared.append(1) or conflict(a, b))
+
+    def woven(k):
+        return Plan([Tensor("x", 0, memory=(1, 2))], [Tensor("y", 64 * k, positions=8, stride=64 * 4096)])
+
+    few, many = [woven(k) for k in range(overlap.LOOK)], [woven(k) for k in range(1024)]
+    for plans in (few, many):
+        crowds = Crowds()
+        for plan in plans:
+            crowds.enter(plan)
+    assert not any(plan.crowded for plan in few)
+    assert many[-1].crowded, "or so it is said: what may run is decided by position"
+    assert len(compared) <= 2 * overlap.LOOK * (len(few) + len(many))
+
+
+def test_a_plan_stays_crowded_by_one_that_the_leaving_plan_does_not_know():
+    crowds = Crowds()
+    here, there = (1, 1), (1, 2)
+    both = Plan([Tensor("x", 0, memory=here)], [Tensor("y", 0, memory=there)])
+    leaving = Plan([Tensor("x", 512, memory=here)], [Tensor("y", 0, memory=here)])
+    third = Plan([Tensor("x", 0, memory=there)], [Tensor("y", 512, memory=there)])
+    for plan in (both, leaving, third):
+        crowds.enter(plan)
+    crowds.leave(leaving)
+    assert both.crowded
+    assert third.crowded
 
 
 ranges = st.tuples(st.integers(0, 6), st.integers(0, 6), st.integers(1, 2))
