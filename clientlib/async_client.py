@@ -20,7 +20,7 @@ from clientlib.async_session import AsyncSession
 from clientlib.automatic import Automatic, Inputs, Request, check_parameters
 from clientlib.callable_model import AsyncModel
 from clientlib.client import CALL_S, NO_CUDA, RECONNECT_S, RETRY_S, check_channel, default_name
-from clientlib.layout import RoomNeeded
+from clientlib.layout import PlanOutdated, RoomNeeded
 from clientlib.link import Bound, Link
 from clientlib.native import Native
 from clientlib.plans import check_timeout
@@ -150,25 +150,10 @@ class AsyncClient:
         if parameters:
             check_parameters(parameters)
         asked = Request(model, version, inputs, outputs)
-        plan = self._automatic.find(asked.key)
-        if plan is None:
-            # Hundreds of requests of a new kind may come at once: one prepares, the others wait for its plan.
-            lock = self._preparing.setdefault(asked.key, asyncio.Lock())
-            try:
-                async with lock:
-                    plan = self._automatic.find(asked.key)
-                    if plan is None:
-                        fresh = plan = AsyncPlan(self, asked.recipe(BUDGET))
-                        await self._run(lambda link: self.native.prepare(link, fresh), timeout or CALL_S)
-                        self._automatic.keep(asked.key, fresh, fresh.places_byte_size)
-            finally:
-                self._preparing.pop(asked.key, None)
         try:
-            return await plan.infer_arrays(asked.values, timeout, priority)
-        except InferError as error:
-            if error.code in ("NOT_FOUND", "INVALID_ARG"):
-                self._automatic.drop(asked.key)  # the model or a region may have changed: look again next time
-            raise
+            return await self._infer(asked, timeout, priority)
+        except PlanOutdated:
+            return await self._infer(asked, timeout, priority)
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -194,6 +179,27 @@ class AsyncClient:
         await self._run(lambda link: self.native.grow(link, plan, needed), timeout or CALL_S)
 
     # --- inside ----------------------------------------------------------------------------------------------------
+
+    async def _infer(self, asked: Request, timeout: float | None, priority: int) -> InferResult:
+        plan = self._automatic.find(asked.key)
+        if plan is None:
+            # Hundreds of requests of a new kind may come at once: one prepares, the others wait for its plan.
+            lock = self._preparing.setdefault(asked.key, asyncio.Lock())
+            try:
+                async with lock:
+                    plan = self._automatic.find(asked.key)
+                    if plan is None:
+                        fresh = plan = AsyncPlan(self, asked.recipe(BUDGET))
+                        await self._run(lambda link: self.native.prepare(link, fresh), timeout or CALL_S)
+                        self._automatic.keep(asked.key, fresh, fresh.places_byte_size)
+            finally:
+                self._preparing.pop(asked.key, None)
+        try:
+            return await plan.infer_arrays(asked.values, timeout, priority)
+        except InferError as error:
+            if isinstance(error, PlanOutdated) or error.code in ("NOT_FOUND", "INVALID_ARG"):
+                self._automatic.drop(asked.key, plan)  # the model or a region may have changed: look again next time
+            raise
 
     async def _run(
         self,

@@ -127,12 +127,13 @@ class Automatic(Generic[P]):
                 dropped.append(oldest)  # collected outside the lock: its release runs other code
             return self._plans[key][0]
 
-    def drop(self, key: Hashable) -> None:
-        """Forget a plan that the model no longer fits."""
+    def drop(self, key: Hashable, plan: P) -> None:
+        """Forget a plan that the model no longer fits, unless another thread was faster to replace it."""
         with self._lock:
-            dropped = self._plans.pop(key, None)
-            if dropped is not None:
-                self._byte_size -= dropped[1]
+            found = self._plans.get(key)
+            if found is not None and found[0] is plan:
+                del self._plans[key]
+                self._byte_size -= found[1]
 
     def clear(self) -> None:
         """Forget all."""

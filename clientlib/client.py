@@ -20,7 +20,7 @@ from clientlib.address import Absent, dial, directory_of
 from clientlib.automatic import Automatic, Inputs, Request, check_parameters
 from clientlib.callable_model import Model
 from clientlib.channels import Lane, Lanes
-from clientlib.layout import RoomNeeded
+from clientlib.layout import PlanOutdated, RoomNeeded
 from clientlib.link import Bound, Link
 from clientlib.native import Native
 from clientlib.plans import Plan, check_timeout
@@ -171,17 +171,10 @@ class Client:
         if parameters:
             check_parameters(parameters)
         asked = Request(model, version, inputs, outputs)
-        plan = self._automatic.find(asked.key)
-        if plan is None:
-            fresh = plan = Plan(self, asked.recipe(BUDGET))
-            self._run(lambda link: self.native.prepare(link, fresh), timeout or CALL_S)
-            plan = self._automatic.keep(asked.key, fresh, fresh.places_byte_size)
         try:
-            return plan.infer_arrays(asked.values, timeout, priority)
-        except InferError as error:
-            if error.code in ("NOT_FOUND", "INVALID_ARG"):
-                self._automatic.drop(asked.key)  # the model or a region may have changed: look again next time
-            raise
+            return self._infer(asked, timeout, priority)
+        except PlanOutdated:
+            return self._infer(asked, timeout, priority)
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -206,6 +199,19 @@ class Client:
         self._run(lambda link: self.native.grow(link, plan, needed), timeout or CALL_S)
 
     # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _infer(self, asked: Request, timeout: float | None, priority: int) -> InferResult:
+        plan = self._automatic.find(asked.key)
+        if plan is None:
+            fresh = Plan(self, asked.recipe(BUDGET))
+            self._run(lambda link: self.native.prepare(link, fresh), timeout or CALL_S)
+            plan = self._automatic.keep(asked.key, fresh, fresh.places_byte_size)
+        try:
+            return plan.infer_arrays(asked.values, timeout, priority)
+        except InferError as error:
+            if isinstance(error, PlanOutdated) or error.code in ("NOT_FOUND", "INVALID_ARG"):
+                self._automatic.drop(asked.key, plan)  # the model or a region may have changed: look again next time
+            raise
 
     def _run(self, make: Callable[[Link[Lane]], Procedure[T]], timeout: float = CALL_S) -> T:
         check_timeout(timeout)

@@ -29,6 +29,7 @@ from shm.views import Placement
 
 Array = npt.NDArray[Any]
 _TOO_SMALL = re.compile(r"output '(.+?)' \(\d+ bytes\) should be at least (\d+) bytes")
+_OUTDATED = "prepare the plan again"  # how the worker's refusal ends
 
 
 class RoomNeeded(InferError):
@@ -38,6 +39,10 @@ class RoomNeeded(InferError):
         super().__init__(code, message)
         self.output = output
         self.byte_size = byte_size
+
+
+class PlanOutdated(InferError):
+    """The model was reloaded with other inputs or outputs since the plan was made. The request has not run."""
 
 
 class _Tensor(NamedTuple):
@@ -272,6 +277,8 @@ class Layout:
         match = _TOO_SMALL.search(text)
         if match and any(tensor.name == match[1] and tensor.own for tensor in self.outputs):
             return RoomNeeded(name, text, match[1], int(match[2]))
+        if text.endswith(_OUTDATED):
+            return PlanOutdated(name, text)
         return InferError(name, text)
 
 

@@ -337,6 +337,13 @@ class TestLife:
         with pytest.raises(InferError):
             client.load("nosuch")
 
+    def test_a_reload_with_another_signature(self, client, repository):
+        models.write_repository(repository, {"reloaded": models.add1()})
+        for size in (8, 4, 2):
+            (repository / "reloaded" / "config.pbtxt").write_text(f"max_batch_size: {size}\n")
+            client.load("reloaded")
+            assert client.infer("reloaded", {"x": vector(1)})["y"].tolist() == [[2]]
+
     def test_arrays_outlive_the_client(self, connect):
         client = connect()
         region = client.create_region("r", 4096)

@@ -174,6 +174,12 @@ class SmallBroker:
         self.hold = False
         os.eventfd_write(self._wake, 1)
 
+    def reload(self) -> None:
+        """As if every model had got another signature: the plans that there are take no request any more."""
+        for session in self._sessions:
+            for plan in session.plans.values():
+                plan.closed = (Code.UNAVAILABLE, "the model was reloaded: prepare the plan again")
+
     # --- the thread ------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:

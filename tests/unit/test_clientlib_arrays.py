@@ -9,7 +9,7 @@ import pytest
 
 from clientlib.pending import Pending
 from shm.errors import InferError
-from tests.fakes.small_broker import connect
+from tests.fakes.small_broker import connect, doubling
 
 
 class TestArrays:
@@ -55,6 +55,17 @@ class TestArrays:
         assert plan.infer()["y"].shape == (120_000,)
         with pytest.raises(InferError, match="at least 480000 bytes"):
             client.prepare("spread", {"x": region.tensor((3,), "FP32")}, {"y": region.tensor((9,), "FP32", 64)}).infer()
+
+    def test_a_plan_that_a_reload_closed_is_made_again(self, client, small_broker):
+        _, plan = doubling(client)
+        x = np.ones((1, 2), np.float32)
+        for _ in range(2):
+            client.infer("double", {"x": x})
+            small_broker.reload()
+        assert client.infer("double", {"x": x})["y"].tolist() == [[2, 2]]
+        with pytest.raises(InferError, match="prepare the plan again") as caught:
+            plan.infer()  # the application's own
+        assert caught.value.code == "UNAVAILABLE"
 
     def test_many_threads_one_signature(self, small_broker):
         with connect(small_broker) as client:

@@ -191,6 +191,18 @@ def test_results_of_unknown_size_and_strings(loop_client):
     loop_client(test)
 
 
+def test_plans_that_a_reload_closed_are_made_again(loop_client, small_broker):
+    async def test(client):
+        x = np.ones((1, 2), np.float32)
+        await client.infer("double", {"x": x})
+        small_broker.reload()
+        answers = await asyncio.gather(*(client.infer("double", {"x": x}) for _ in range(20)))
+        assert all(answer["y"].tolist() == [[2, 2]] for answer in answers)
+        assert small_broker.calls.count("Prepare") == 2
+
+    loop_client(test)
+
+
 def test_places_are_waited_for(loop_client):
     async def test(client):
         big = np.ones((1, 1 << 20), np.float32)  # room for two or four of them

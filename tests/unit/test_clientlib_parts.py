@@ -199,7 +199,9 @@ class TestArguments:
         assert [plans.find(key) for key in range(4)] == [None, None, "plan 2", "plan 3"]
         assert plans.keep("huge", "plan", 1 << 30) == "plan"
         assert plans.find(3) is None
-        plans.drop("huge")
+        plans.drop("huge", "another")
+        assert plans.find("huge") == "plan"
+        plans.drop("huge", "plan")
         plans.keep(5, "plan 5", 200 << 20)
         assert plans.keep(6, "plan 6", 50 << 20) == "plan 6"
         assert plans.find(5) == "plan 5"
