@@ -43,11 +43,12 @@ class Control:
         self._watch_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._loop = Loop(page.block(own_block), self._report_broken, self._watch_fd)
         self._regions = RegionTable()
-        self._crowds = Crowds()
+        self._crowds = Crowds(self._loop.live_requests)
         self._leaving: list[Plan] = []  # closed plans whose memory is let go when their last request has ended
         self._plans: dict[int, dict[int, Plan]] = {}  # session → plan word → plan
         self._channels: dict[int, WorkerChannel] = {}
         self._sessions: dict[int, int] = {}  # channel → session
+        self._served: dict[int, dict[int, WorkerChannel]] = {}  # session → its channels, detached ones until idle
         self._fds: dict[int, tuple[int, int]] = {}  # channel → its doorbell and pipe
         self._models = ModelTable(self._loop)
         self._waits: list[tuple[Callable[[], bool], Callable[[], None]]] = []
@@ -187,7 +188,7 @@ class Control:
         if known is not None:
             known.refused_until_ns = message.refused_until_ns
             return True
-        plan = Plan(message, self._regions, self._loop.live_requests)
+        plan = Plan(message, self._regions, self._crowds)
         with self._models.lock:  # it changes which plans are simple
             self._crowds.enter(plan)
         plans[key] = plan
@@ -204,15 +205,18 @@ class Control:
 
     def _prune(self, session: int) -> None:
         """Forget a session that has neither plans nor channels. (A channel holds on to the table of its plans.)"""
-        if not self._plans.get(session) and session not in self._sessions.values():
+        if not self._plans.get(session) and session not in self._served:
             self._plans.pop(session, None)
 
     def _let_go(self) -> None:
         """Unmap what closed plans hold, once the last request of each has ended."""
-        live = {id(request.plan) for request in self._loop.live_requests()}
         leaving, self._leaving = self._leaving, []
+        idle = [plan for plan in leaving if plan.busy.find(1) < 0]
+        # Only then is a look at all requests of a session worth its time: one may be taken and not admitted yet.
+        channels = [c for session in {plan.session for plan in idle} for c in self._served.get(session, {}).values()]
+        live = {id(request.plan) for channel in channels for request in channel.live if request is not None}
         for plan in leaving:
-            if id(plan) in live:
+            if id(plan) in live or plan.busy.find(1) >= 0:
                 self._leaving.append(plan)
             else:
                 with self._models.lock:
@@ -227,6 +231,7 @@ class Control:
         channel = WorkerChannel(memory, ledger, bell, pipe, message.slots, plans, message.channel)
         self._channels[message.channel] = channel
         self._sessions[message.channel] = message.session
+        self._served.setdefault(message.session, {})[message.channel] = channel
         self._fds[message.channel] = (bell, pipe)
         del fds[2:]  # kept; the other two are mapped and can be closed
         self._loop.attach(channel, recovery.recover(channel, _now()))
@@ -245,7 +250,11 @@ class Control:
             self._loop.release(channel)
             channel.close()
             sockets.close_all(self._fds.pop(message.channel))
-            self._prune(self._sessions.pop(message.channel))
+            session = self._sessions.pop(message.channel)
+            del self._served[session][message.channel]
+            if not self._served[session]:
+                del self._served[session]
+            self._prune(session)
             self._acknowledge(message.id)
 
         self._when(idle, gone)

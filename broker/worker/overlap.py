@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, final
 
@@ -18,9 +19,7 @@ from shm.views import Placement
 
 Identity = tuple[int, int]
 LiveRequests = Callable[[], Iterable[Request]]
-MAX_COMPARED = (
-    1024  # live requests of crowded plans: beyond it a client pays with refusals, not its neighbours with time
-)
+MAX_COMPARED = 1024  # live requests of rivals in one memory: beyond it, refusals cost less than looking
 LOOK = 32  # neighbours of a plan that are compared exactly; with more it counts as crowded without being so
 
 
@@ -37,6 +36,8 @@ class Crowdable(Protocol):
     """A plan, as far as overlaps go."""
 
     crowded: bool
+    busy: bytearray  # one byte per output position: a live request writes there
+    reads: dict[int, int]  # of a crowded plan: output position → input position of the request that last had it
 
     @property
     def inputs(self) -> Sequence[Placed]:
@@ -90,11 +91,17 @@ class Spans:
 
 @final
 class Crowds:
-    """All bound plans, by the memory they use. `enter` and `leave` are the control thread's."""
+    """All bound plans, by the memory they use, and the live requests of those that are crowded.
 
-    __slots__ = ("_spans",)
+    `enter` and `leave` are the control thread's. `claim` comes from whoever admits: the leader, or a recovery.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_live", "_live_requests", "_lock", "_spans")
+
+    def __init__(self, live_requests: LiveRequests) -> None:
+        self._live_requests = live_requests
+        self._lock = threading.Lock()  # `crowded`, `reads` and `_live`
+        self._live: dict[Identity, dict[Crowdable, None]] = {}  # crowded plans that may have live requests
         self._spans: dict[tuple[Identity, bool, bool], Spans] = {}  # by memory, written or read, crowded or not
 
     def enter(self, plan: Crowdable) -> None:
@@ -110,12 +117,74 @@ class Crowds:
     def leave(self, plan: Crowdable) -> None:
         """Forget the plan; those it was in the way of are free again, as far as that is quickly seen."""
         self._remove(plan)
+        with self._lock:
+            self._unlist(plan)
         neighbours = list(itertools.islice(self._rivals(plan, crowded=True), LOOK + 1)) if plan.crowded else []
         if len(neighbours) > LOOK:
             return
         for other in dict.fromkeys(neighbours):
             if not self._meets(other):
                 self._mark(other, False)
+
+    def claim(self, plan: Crowdable, input_position: int, output_position: int) -> str:
+        """Take an output position of a crowded plan for a request, or say in words what it would overlap."""
+        if name := _touching(plan.outputs, output_position, plan.inputs, input_position):
+            return f"output '{name}' overlaps an input of the same request"
+        memories = _memories(plan)
+        with self._lock:
+            if not plan.crowded:
+                return ""  # not any more
+            for memory in memories:
+                if text := self._in_the_way(plan, input_position, output_position, memory):
+                    return text
+            plan.reads[output_position] = input_position
+            plan.busy[output_position] = 1
+            for memory in memories:
+                self._live.setdefault(memory, {})[plan] = None
+        return ""
+
+    def _in_the_way(self, plan: Crowdable, input_position: int, output_position: int, memory: Identity) -> str:
+        compared = 0
+        for other in list(self._live.get(memory, ())):
+            taken = other.busy.find(1)
+            if taken < 0:
+                self._unlist(other)
+                continue
+            # Output positions of one plan lie apart: beside itself it is a rival only where it writes what it reads.
+            rivals = meet(plan.outputs, plan.inputs) if other is plan else _conflict(plan, other)
+            while taken >= 0:
+                compared += 1
+                if compared > MAX_COMPARED:
+                    return f"more than {MAX_COMPARED} requests are in flight on plans that share memory: wait for some"
+                if not rivals:
+                    break
+                name = (
+                    _touching(plan.outputs, output_position, other.outputs, taken)
+                    or _touching(other.outputs, taken, plan.inputs, input_position)
+                    or _touching(plan.outputs, output_position, other.inputs, self._read_for(other, taken))
+                )
+                if name:
+                    return f"output '{name}' overlaps memory that a request still in flight reads or writes"
+                taken = other.busy.find(1, taken + 1)
+        return ""
+
+    def _read_for(self, plan: Crowdable, output_position: int) -> int | None:
+        """The input position of the live request that has an output position. None: it has just ended."""
+        if output_position not in plan.reads:
+            # Admitted before its plan was crowded. All that were are found at once, so this is seldom.
+            for request in self._live_requests():
+                other: Crowdable = request.plan  # type: ignore[assignment]
+                if request.started and other.crowded:
+                    other.reads.setdefault(request.output_position, request.input_position)
+        return plan.reads.get(output_position)
+
+    def _unlist(self, plan: Crowdable) -> None:
+        for memory in _memories(plan):
+            plans = self._live.get(memory, {})
+            plans.pop(plan, None)
+            if not plans:
+                self._live.pop(memory, None)
+        plan.reads.clear()
 
     def _meets(self, plan: Crowdable) -> bool:
         """Does the plan meet itself or a crowded one?"""
@@ -136,9 +205,14 @@ class Crowds:
 
     def _mark(self, plan: Crowdable, crowded: bool) -> None:
         self._remove(plan)
-        plan.crowded = crowded
+        with self._lock:
+            plan.crowded = crowded
+            self._unlist(plan)
+            if crowded:
+                for memory in _memories(plan):
+                    self._live.setdefault(memory, {})[plan] = None
+            plan.simplify()
         self._add(plan)
-        plan.simplify()
 
     def _add(self, plan: Crowdable) -> None:
         for written, identity, start, end in _spans(plan):
@@ -150,28 +224,6 @@ class Crowds:
             spans.remove(start, end, plan)
             if not spans:
                 del self._spans[identity, written, plan.crowded]
-
-
-def scan(plan: Crowdable, input_position: int, output_position: int, live: Iterable[Request]) -> str:
-    """What output position of a crowded plan would overlap, in words, or ""."""
-    if name := _touching(plan.outputs, output_position, plan.inputs, input_position):
-        return f"output '{name}' overlaps an input of the same request"
-    compared = 0
-    for request in live:
-        other: Crowdable = request.plan  # type: ignore[assignment]
-        if not request.started or not other.crowded:
-            continue
-        compared += 1
-        if compared > MAX_COMPARED:
-            return f"more than {MAX_COMPARED} requests are in flight on plans whose memory overlaps: wait for some"
-        name = (
-            _touching(plan.outputs, output_position, other.inputs, request.input_position)
-            or _touching(plan.outputs, output_position, other.outputs, request.output_position)
-            or _touching(other.outputs, request.output_position, plan.inputs, input_position)
-        )
-        if name:
-            return f"output '{name}' overlaps memory that a request still in flight reads or writes"
-    return ""
 
 
 def meet(a: Iterable[Placed], b: Iterable[Placed]) -> bool:
@@ -188,6 +240,10 @@ def _conflict(a: Crowdable, b: Crowdable) -> bool:
     return meet(a.outputs, b.inputs) or meet(a.outputs, b.outputs) or meet(b.outputs, a.inputs)
 
 
+def _memories(plan: Crowdable) -> set[Identity]:
+    return {tensor.span()[0] for tensor in (*plan.inputs, *plan.outputs)}
+
+
 def _spans(plan: Crowdable) -> set[tuple[bool, Identity, int, int]]:
     """(written?, memory, start, end) of everything that a plan reads or writes."""
     found = set()
@@ -199,7 +255,9 @@ def _spans(plan: Crowdable) -> set[tuple[bool, Identity, int, int]]:
     return found
 
 
-def _touching(a: Iterable[Placed], i: int, b: Sequence[Placed], j: int) -> str:
+def _touching(a: Iterable[Placed], i: int, b: Sequence[Placed], j: int | None) -> str:
+    if j is None:
+        return ""
     for tensor in a:
         identity, place = tensor.span()
         for other in b:

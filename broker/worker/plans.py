@@ -11,10 +11,9 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from broker.worker import overlap
 from broker.worker.messages import BindPlan, PlanTensor
 from broker.worker.model import MISSING, LoadedModel
-from broker.worker.overlap import LiveRequests
+from broker.worker.overlap import Crowds
 from broker.worker.regions import Region, RegionTable
 from shm import datatypes, views
 from shm.admission import Verdict
@@ -69,16 +68,17 @@ class Plan:
         "busy",
         "closed",
         "crowded",
+        "crowds",
         "generation",
         "index",
         "input_positions",
         "inputs",
         "key",
-        "live",
         "model",
         "model_name",
         "output_positions",
         "outputs",
+        "reads",
         "refused_until_ns",
         "retryable",
         "rows",
@@ -90,7 +90,7 @@ class Plan:
         "version",
     )
 
-    def __init__(self, message: BindPlan, regions: RegionTable, live: LiveRequests) -> None:
+    def __init__(self, message: BindPlan, regions: RegionTable, crowds: Crowds) -> None:
         self.session, self.index, self.generation = message.session, message.index, message.generation
         self.key = message.index | message.generation << 32
         self.model_name = message.model
@@ -102,10 +102,11 @@ class Plan:
         self.refused_until_ns = message.refused_until_ns
         self.closed: Verdict | None = MISSING
         self.busy = bytearray(message.output_positions)
-        self.live = live
+        self.reads: dict[int, int] = {}
         self.inputs = tuple(_placed(t, regions, message.input_positions, False, message) for t in message.inputs)
         self.outputs = tuple(_placed(t, regions, message.output_positions, True, message) for t in message.outputs)
         self.shared = tuple({t.region for t in (*self.inputs, *self.outputs) if t.region.info.kind == "system"})
+        self.crowds = crowds
         self.crowded = False
         self.bindings: dict[tuple[int, int, int, int], Any] = {}  # Execution, by instance number, positions, rows
         self.staging: dict[tuple[int, str], Bytes] = {}  # private copies of inputs, by instance number and name
@@ -114,11 +115,14 @@ class Plan:
         self.adjacent = False
 
     def conflict(self, input_position: int, output_position: int) -> str:
-        """Promise 1: an output range may not overlap any range of a live request."""
+        """Promise 1: an output range may not overlap any range of a live request.
+
+        A crowded plan's range is taken if the answer is "": nobody else may get it before the channel has.
+        """
         if self.busy[output_position]:
             return f"output position {output_position} overlaps the output of a request that is still in flight"
         if self.crowded:
-            return overlap.scan(self, input_position, output_position, self.live())
+            return self.crowds.claim(self, input_position, output_position)
         return ""
 
     def close(self, verdict: Verdict) -> None:

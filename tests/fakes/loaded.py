@@ -16,6 +16,7 @@ from broker.worker import backends
 from broker.worker.execute import run_batch
 from broker.worker.messages import AddRegion, BindPlan, PlanTensor
 from broker.worker.model import LoadedModel, instance_count
+from broker.worker.overlap import Crowds
 from broker.worker.plans import Plan, adopt
 from broker.worker.regions import Region, RegionTable
 from shm import datatypes, sockets, statistics
@@ -76,6 +77,8 @@ class Loaded:
         self.page = page or StatisticsPage.create()
         self._own_page = page is None
         self.regions = RegionTable()
+        self.live: list[Request] = []
+        self.crowds = Crowds(lambda: self.live)
         self.signatures: dict[object, object] = {}
         self._sessions = 0
         self._memories: list[Memory] = []
@@ -118,7 +121,7 @@ class Loaded:
             output_positions=output_positions,
             rows=rows,
         )
-        plan = Plan(message, self.regions, lambda: ())
+        plan = Plan(message, self.regions, self.crowds)
         adopt(plan, self.model, self.signatures)
         return plan
 

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from broker.worker.messages import BindPlan
-from broker.worker.overlap import Crowds
 from broker.worker.plans import Plan, adopt
 from shm.errors import Code, InferError
 from tests.fakes import models
-from tests.fakes.loaded import Loaded, make_request, spec
+from tests.fakes.loaded import Loaded, spec
 from tests.fakes.loading import config_of
 
 
@@ -65,7 +64,7 @@ def test_a_region_that_is_not_there_is_named(loaded):
         rows=1,
     )
     with pytest.raises(InferError, match="Unable to find shared memory region: 'r'") as raised:
-        Plan(message, loaded.regions, lambda: ())
+        Plan(message, loaded.regions, loaded.crowds)
     assert raised.value.code == "NOT_FOUND"
 
 
@@ -134,24 +133,22 @@ def test_plans_of_different_regions_on_one_memory_meet(loaded):
     """Two sessions map one file under different names, at different offsets."""
     first = loaded.memory(8192)
     second = loaded.memory(4096, fd=first.fd, offset=4096)
-    crowds = Crowds()
     inputs = [spec("x", (1, 4))]
     writer = loaded.plan(first, inputs, [spec("y", (1, 4), offset=4096)], rows=1)
     reader = loaded.plan(second, inputs, [spec("y", (1, 4), offset=64)], rows=1)
     apart = loaded.plan(second, [spec("x", (1, 4), offset=128)], [spec("y", (1, 4), offset=256)], rows=1)
-    live = [make_request(writer)]
-    live[0].started = True
     for plan in (writer, reader, apart):
-        plan.live = lambda: live
-        crowds.enter(plan)
+        loaded.crowds.enter(plan)
     assert (writer.crowded, reader.crowded, apart.crowded) == (True, True, False)
     assert (writer.simple, reader.simple, apart.simple) == (False, False, True)
+    assert writer.conflict(0, 0) == ""
     assert "in flight" in reader.conflict(0, 0)
-    live.clear()
+    writer.busy[0] = 0
     assert reader.conflict(0, 0) == ""
-    live.append(make_request(reader))
-    live[0].started = True
     assert "output 'y' overlaps" in writer.conflict(0, 0), "it would write what the reader reads"
+    reader.busy[0] = 0
+    for plan in (writer, reader, apart):
+        loaded.crowds.leave(plan)
 
 
 def test_forgotten_memory_is_unmapped(tmp_path, loaded):
