@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.worker.backends import Binding, Operand
-from broker.worker.model import Instance, aligned_buffer
+from broker.worker.model import Instance
 from broker.worker.plans import PlacedTensor, Plan
 from shm import datatypes
 from shm.admission import Request
@@ -99,7 +99,7 @@ def bind(
         memory = _block(tensor, input_position, rows, count)
         policy = tensor.name in instance.model.copied
         if policy or not tensor.aligned:
-            staging = _staging(instance, plan, tensor)[: memory.size]
+            staging = instance.scratch("input", tensor.name, memory.size)
             copies.append((staging, memory, "policy" if policy else "align"))
             memory = staging
         inputs.append(Operand(tensor.name, tensor.datatype, tensor.shape_of(total), memory))
@@ -119,17 +119,6 @@ def _block(tensor: PlacedTensor, position: int, rows: int, count: int) -> Bytes:
         return tensor.memory(position, rows)
     start = tensor.place.offset + position * tensor.place.stride
     return tensor.region.bytes[start : start + count * tensor.place.byte_size]
-
-
-def _staging(instance: Instance, plan: Plan, tensor: PlacedTensor) -> Bytes:
-    key = (instance.number, tensor.name)
-    kept = plan.staging
-    found = kept.get(key)
-    if found is None:
-        found = aligned_buffer(tensor.place.byte_size)
-        if _serves(plan, instance):
-            kept[key] = found
-    return found
 
 
 def deliver(request: Request, tensors: Sequence[PlacedTensor], arrays: Sequence[npt.NDArray[np.generic]]) -> int:

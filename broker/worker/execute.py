@@ -14,13 +14,13 @@ import numpy.typing as npt
 
 from broker.worker.backends import Binding, Operand
 from broker.worker.binding import Execution, bind, deliver, execution_of, remember
-from broker.worker.model import BatchBuffers, Instance, aligned_buffer, tensor_bytes
+from broker.worker.model import BatchBuffers, Instance
 from broker.worker.plans import Plan
 from shm import statistics
 from shm.admission import Request
 from shm.errors import Code, InferError
 
-MAX_SIGNATURES = 32  # buffers kept per instance: clients choose the shapes, so there is no end to them
+MAX_SIGNATURES = 32  # kept per instance: clients choose the shapes, so there is no end to them
 _now = time.monotonic_ns
 
 
@@ -225,8 +225,8 @@ def _buffers(instance: Instance, request: Request) -> BatchBuffers:
         if len(instance.buffers) >= MAX_SIGNATURES:
             instance.buffers.pop(next(iter(instance.buffers)))
         found = BatchBuffers(
-            [aligned_buffer(tensor_bytes(t.datatype, t.shape_of(most))) for t in plan.inputs],
-            [None if t.open else aligned_buffer(tensor_bytes(t.datatype, t.shape_of(most))) for t in plan.outputs],
+            [instance.scratch("input", t.name, t.row_bytes * most) for t in plan.inputs],
+            [None if t.open else instance.scratch("output", t.name, t.row_bytes * most) for t in plan.outputs],
         )
         instance.buffers[plan.signature] = found
     return found

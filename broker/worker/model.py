@@ -16,7 +16,7 @@ import numpy.typing as npt
 from broker.repository.config import InstanceGroup, ModelConfig
 from broker.worker.backends import Backend, Binding, Context, RuntimeModel
 from broker.worker.batcher import Queue, SingleQueue, queue_for
-from shm import datatypes, statistics
+from shm import statistics
 from shm.admission import Verdict
 from shm.errors import Code
 
@@ -27,7 +27,7 @@ MISSING: Verdict = (Code.UNAVAILABLE, "the model is not loaded")
 
 @final
 class BatchBuffers:
-    """Private memory in which rows of several requests lie side by side, and the bindings on it by row count."""
+    """Where rows of several requests lie side by side (the instance's memory), and the bindings on it by row count."""
 
     __slots__ = ("bindings", "inputs", "outputs")
 
@@ -44,6 +44,7 @@ class Instance:
     __slots__ = (
         "_infer_ns",
         "_rows",
+        "_scratch",
         "_told",
         "block",
         "buffers",
@@ -62,10 +63,27 @@ class Instance:
         self.block = block
         self.longest: dict[int, int] = {}  # rows → ns of the longest run
         self.buffers: dict[object, BatchBuffers] = {}
+        self._scratch: dict[tuple[str, str], npt.NDArray[np.uint8]] = {}
         self._told = -1
         self._rows: list[int] = []  # of the executions remembered by `count_inline`
         self._infer_ns = 0
         block[statistics.BATCH] = 0  # a worker that died here left its batch behind
+
+    def scratch(self, side: str, tensor: str, byte_size: int) -> npt.NDArray[np.uint8]:
+        """Private memory for one tensor ("input" or "output") of the batch that runs: all plans use the same.
+
+        It grows by doubling, so that what older bindings keep is at most as much again.
+        """
+        found = self._scratch.get((side, tensor))
+        if found is None or found.size < byte_size:
+            found = self._scratch[side, tensor] = aligned_buffer(1 << (byte_size - 1).bit_length() if byte_size else 0)
+        return found[:byte_size]
+
+    def close(self) -> None:
+        """Give the runtime's memory back, and the instance's own."""
+        self.buffers.clear()
+        self._scratch.clear()
+        self.runtime.close()
 
     def begin(self, rows: int, now: int) -> None:
         """Tell the broker what runs, so that it can see a hang."""
@@ -192,8 +210,7 @@ class LoadedModel:
     def close(self) -> None:
         """Give the runtimes' memory back. Nothing runs any more."""
         for instance in self.instances:
-            instance.buffers.clear()
-            instance.runtime.close()
+            instance.close()
 
 
 def instance_count(groups: tuple[InstanceGroup, ...]) -> int:
@@ -206,8 +223,3 @@ def aligned_buffer(byte_size: int) -> npt.NDArray[np.uint8]:
     raw = np.empty(byte_size + 64, np.uint8)
     start = -raw.__array_interface__["data"][0] % 64
     return raw[start : start + byte_size]
-
-
-def tensor_bytes(datatype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor of fixed shape."""
-    return datatypes.byte_size(datatype, shape)

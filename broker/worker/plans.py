@@ -86,7 +86,6 @@ class Plan:
         "shared",
         "signature",
         "simple",
-        "staging",
         "version",
     )
 
@@ -109,7 +108,6 @@ class Plan:
         self.crowds = crowds
         self.crowded = False
         self.bindings: dict[tuple[int, int, int, int], Any] = {}  # Execution, by instance number, positions, rows
-        self.staging: dict[tuple[int, str], Bytes] = {}  # private copies of inputs, by instance number and name
         self.signature: object = None
         self.simple = False
         self.adjacent = False
@@ -147,7 +145,7 @@ class Plan:
 
     def forget_bindings(self) -> None:
         """Let go of the model it was bound to."""
-        self.bindings, self.staging = {}, {}
+        self.bindings = {}
 
     def forget_memory(self) -> None:
         """Let go of every mapping. No request of the plan is live and none will be admitted."""

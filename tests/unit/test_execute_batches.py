@@ -253,6 +253,44 @@ def test_a_truncated_region_fails_its_own_requests_only(load):
     os.close(fd)
 
 
+def test_all_plans_of_an_instance_copy_to_the_same_memory(load):
+    loaded = load(models.gather(), None)
+    memory = loaded.memory()
+    plans = []
+    for size in range(1, 200):
+        outputs = [spec("y", (1, size, 4), offset=4096)]
+        plans.append(loaded.plan(memory, [spec("index", (1, size), "INT64")], outputs, rows=1))
+    memory.put(0, np.arange(200, dtype=np.int64) % 64)
+    for plan in plans + plans[::-1]:
+        loaded.infer(plan)
+        size = plan.inputs[0].shape[1]
+        assert memory.get(4096, (1, size, 4))[0, :, 0].tolist() == [k % 64 for k in range(size)]
+    stagings = [plan.bindings[next(iter(plan.bindings))].copies[0][0] for plan in plans]
+    owners = {id(staging.base): staging.base for staging in stagings}.values()
+    assert sum(owner.nbytes for owner in owners) < 4 * 200 * 8 + 64 * len(owners)
+    (instance,) = loaded.model.instances
+    assert np.shares_memory(instance.scratch("input", "index", 8), stagings[-1])
+    assert not np.shares_memory(instance.scratch("output", "index", 8), stagings[-1])
+
+
+def test_batches_of_all_signatures_are_gathered_in_the_same_memory(load):
+    loaded = load(models.add1())
+    memory = loaded.memory()
+    for size in (8, 1, 5, 8):
+        inputs, outputs = [spec("x", (1, size), stride=64)], [spec("y", (1, size), offset=4096, stride=64)]
+        plan = loaded.plan(memory, inputs, outputs, positions=2, rows=1)
+        for position in range(2):
+            memory.put(64 * position, np.full((1, size), size * 10 + position, np.float32))
+        loaded.run(loaded.request(plan, 0), loaded.request(plan, 1))
+        assert memory.get(4096, (1, size)).tolist() == [[size * 10 + 1] * size]
+        assert memory.get(4160, (1, size)).tolist() == [[size * 10 + 2] * size]
+    kept = list(loaded.model.instances[0].buffers.values())
+    assert len(kept) == 3
+    for other in kept[1:]:
+        assert np.shares_memory(kept[0].inputs[0], other.inputs[0])
+        assert np.shares_memory(kept[0].outputs[0], other.outputs[0])
+
+
 def test_buffers_are_kept_for_some_signatures_only(load, monkeypatch):
     monkeypatch.setattr(execute, "MAX_SIGNATURES", 2)
     loaded = load(models.add1())
