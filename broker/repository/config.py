@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+RETRY = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}  # texts of that parameter
+
 
 class TensorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """An input or output. `dims` excludes the batch dimension when `max_batch_size` > 0; -1 is variable.
@@ -95,10 +97,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def retryable(self) -> bool:
-        """May a request that was running when its worker died be run once more?"""
+        """May a request that was running when its worker died be run once more?
+
+        The parameter `retry` decides; without it, all may but those of Python code, which may do more than answer.
+        """
         if self.stateful or self.decoupled:
             return False
-        return self.backend != "python" or self.parameters.get("retry", "").lower() in ("true", "1", "yes")
+        return RETRY.get(self.parameters.get("retry", "").lower(), self.backend != "python")
 
     @property
     def hang_timeout_s(self) -> float:

@@ -13,12 +13,13 @@ from tests.faults import repository
 from tests.faults.unruly_backend import ACTS
 
 _CONFIG = """
-backend: "%(backend)s"
+backend: "unruly"
 max_batch_size: 0
 input [ { name: "act" data_type: TYPE_INT64 dims: [ 1 ] }, { name: "x" data_type: TYPE_FP32 dims: [ 4 ] } ]
 output [ { name: "y" data_type: TYPE_FP32 dims: [ 4 ] } ]
 instance_group [ { kind: KIND_CPU count: %(count)d } ]
 parameters { key: "worker_group" value { string_value: "default" } }
+parameters { key: "retry" value { string_value: "%(retry)s" } }
 parameters { key: "hang_timeout_s" value { string_value: "%(hang)s" } }
 """
 HANG_S = 0.5  # of the model "hanger"
@@ -27,13 +28,13 @@ HANG_S = 0.5  # of the model "hanger"
 def write(root: Path) -> Path:
     """The lab's models, and on the same worker: unruly, unruly_pair (two instances), hanger, unrepeatable."""
     repository.write(root)
-    for name, backend, count, hang in (
-        ("unruly", "unruly", 1, 0),
-        ("unruly_pair", "unruly", 2, 0),
-        ("hanger", "unruly", 1, HANG_S),
-        ("unrepeatable", "python", 1, 0),  # whose requests do not run twice unless the configuration says so
+    for name, count, hang, retry in (
+        ("unruly", 1, 0, "true"),
+        ("unruly_pair", 2, 0, "true"),
+        ("hanger", 1, HANG_S, "true"),
+        ("unrepeatable", 1, 0, "false"),
     ):
-        config = _CONFIG % {"backend": backend, "count": count, "hang": hang}
+        config = _CONFIG % {"count": count, "hang": hang, "retry": retry}
         directory = models.write_model(root, name, config=config)
         shutil.copy(Path(__file__).with_name("unruly_backend.py"), directory / "backend.py")
     return root

@@ -32,7 +32,9 @@ SLOW = Served(
     "max_batch_size: 8\ninstance_group [ { count: 2, kind: KIND_CPU } ]\n"
     "dynamic_batching { max_queue_delay_microseconds: 500 }\n",
 )
-ONCE = Served("once", lambda x: 2 * x, "max_batch_size: 4\nmodel_transaction_policy { decoupled: true }\n", False)
+ONCE = Served(
+    "once", lambda x: 2 * x, 'max_batch_size: 4\nparameters { key: "retry" value { string_value: "false" } }\n', False
+)
 BY_NAME = {model.name: model for model in (QUICK, SLOW, ONCE)}
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from onnx import TensorProto, helper
@@ -272,15 +270,3 @@ def test_names_contradict_the_file(tmp_path):
 def test_outputs_may_be_left_out(tmp_path):
     config = config_of(tmp_path, models.two_input(), 'output { name: "difference" }')
     assert [tensor.name for tensor in config.output] == ["difference"]
-
-
-def test_tensors_of_the_sequence_batcher_are_not_inputs(tmp_path):
-    config = config_of(
-        tmp_path,
-        models.two_input(),
-        'sequence_batching { state { input_name: "b" output_name: "total" data_type: TYPE_FP32 dims: -1 } }',
-    )
-    assert [tensor.name for tensor in (*config.input, *config.output)] == ["a", "difference"]
-    assert config.stateful
-    assert config.dynamic_batching is None
-    assert json.loads(config.json)["sequence_batching"]["max_sequence_idle_microseconds"] == 1_000_000

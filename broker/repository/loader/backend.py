@@ -21,7 +21,6 @@ _PLATFORMS = {
     "pytorch_libtorch": "pytorch",
     "tensorflow_graphdef": "tensorflow",
     "tensorflow_savedmodel": "tensorflow",
-    "ensemble": "ensemble",
 }
 _FILES = {  # in Triton's order of looking
     "model.onnx": "onnxruntime",
@@ -44,7 +43,6 @@ _DEFAULT_PLATFORMS = {
     "onnxruntime": "onnxruntime_onnx",
     "tensorrt": "tensorrt_plan",
     "pytorch": "pytorch_libtorch",
-    "ensemble": "ensemble",
 }
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 CUSTOM_BACKEND = "backend.py"

@@ -35,12 +35,10 @@ def complete(
     if config.max_batch_size > 1 and config.WhichOneof("scheduling_choice") is None:
         config.dynamic_batching.SetInParent()
     batch = 1 if config.max_batch_size > 0 else 0
-    reserved = reserved_names(config)
     for tensors, texts in ((signature.inputs, config.input), (signature.outputs, config.output)):
         if not texts:
             for tensor in tensors:
-                if tensor.name not in reserved:
-                    texts.add(name=tensor.name)
+                texts.add(name=tensor.name)
         by_name = {tensor.name: tensor for tensor in tensors}
         for text in texts:
             if text.name in by_name:
@@ -48,20 +46,9 @@ def complete(
     return notes
 
 
-def reserved_names(config: model_config_pb2.ModelConfig) -> set[str]:
-    """Tensors of the file that the scheduler provides or keeps: no request names them."""
-    names = {name for helper in config.batch_input for name in helper.target_name}
-    for control in config.sequence_batching.control_input:
-        names.add(control.name)
-    for state in config.sequence_batching.state:
-        names.update((state.input_name, state.output_name))
-    return names
-
-
 def compare(config: model_config_pb2.ModelConfig, signature: Signature, path: str) -> None:
     """Raise ModelError, with both sides shown, where the configuration contradicts the model file."""
-    reserved = reserved_names(config)
-    _compare_names(config, signature, reserved)
+    _compare_names(config, signature)
     for kind, texts, tensors in (
         ("input", config.input, signature.inputs),
         ("output", config.output, signature.outputs),
@@ -135,12 +122,12 @@ def _require_batchable(config: model_config_pb2.ModelConfig, signature: Signatur
         )
 
 
-def _compare_names(config: model_config_pb2.ModelConfig, signature: Signature, reserved: set[str]) -> None:
+def _compare_names(config: model_config_pb2.ModelConfig, signature: Signature) -> None:
     for kind, texts, tensors in (
         ("input", config.input, signature.inputs),
         ("output", config.output, signature.outputs),
     ):
-        allowed = [tensor.name for tensor in tensors if tensor.name not in reserved]
+        allowed = [tensor.name for tensor in tensors]
         for text in texts:
             if text.name not in allowed:
                 raise ModelError(

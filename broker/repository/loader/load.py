@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tritonclient.grpc import model_config_pb2
 
-from broker.repository.config import LoadFailure, ModelConfig
+from broker.repository.config import RETRY, LoadFailure, ModelConfig
 from broker.repository.loader import pbtxt
 from broker.repository.loader.backend import fill_backend
 from broker.repository.loader.complete import compare, complete
@@ -23,6 +23,7 @@ from broker.repository.loader.files import read_file
 from broker.repository.loader.grants import verdicts
 from broker.repository.loader.normalise import normalise
 from broker.repository.loader.onnx_file import Signature, read_model, read_signature
+from broker.repository.loader.support import check_support
 from broker.repository.loader.validate import validate
 from broker.repository.loader.zero_copy import Verdict, policy
 from broker.repository.protocol import LoadRequest
@@ -57,7 +58,7 @@ def load(model: ModelDirectory, request: LoadRequest) -> ModelConfig | LoadFailu
 
 def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
     parsed = _read_config(model, request.strict)
-    config, notes = parsed.config, list(parsed.notes)
+    config, notes = parsed.config, [*parsed.notes, *check_support(parsed.config)]
     versions = _served_versions(config, model, notes)
     newest_first = dict(reversed(versions.items()))
     fill_backend(config, model, list(newest_first.values()))
@@ -72,6 +73,7 @@ def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
     tensors = [tensor for version in read for tensor in (*version.signature.inputs, *version.signature.outputs)]
     validate(config, model, request.gpus, frozenset(tensor.name for tensor in tensors if tensor.shape == ()))
     _check_worker_group(config)
+    _check_retry(config)
     if read:
         compare(config, read[0].signature, read[0].path)
         for number, path in list(newest_first.items())[1:]:
@@ -151,6 +153,12 @@ def _check_worker_group(config: model_config_pb2.ModelConfig) -> None:
     group = config.parameters["worker_group"].string_value if "worker_group" in config.parameters else ""
     if group and not _WORKER_GROUP.fullmatch(group):
         raise ModelError(f"parameter worker_group {group!r} must have 1 to 64 letters, digits, _ . -")
+
+
+def _check_retry(config: model_config_pb2.ModelConfig) -> None:
+    text = config.parameters["retry"].string_value if "retry" in config.parameters else ""
+    if text and text.lower() not in RETRY:
+        raise ModelError(f"parameter retry {text!r} must be one of: {', '.join(RETRY)}")
 
 
 def _read_version(config: model_config_pb2.ModelConfig, model: ModelDirectory, number: int, directory: str) -> _Version:

@@ -17,22 +17,14 @@ def normalise(config: model_config_pb2.ModelConfig, gpus: Sequence[int]) -> list
     """Fill version policy, scheduler, optimisation and instance groups in place. Returns notes on ignored fields."""
     if config.version_policy.WhichOneof("policy_choice") is None:
         config.version_policy.latest.num_versions = 1
-    schedulers = []
-    if config.HasField("dynamic_batching"):
-        schedulers.append(config.dynamic_batching)
-    if config.HasField("sequence_batching"):
-        sequence = config.sequence_batching
-        sequence.max_sequence_idle_microseconds = sequence.max_sequence_idle_microseconds or 1_000_000
-        if sequence.HasField("oldest"):
-            schedulers.append(sequence.oldest)
-    for scheduler in schedulers:
-        if config.max_batch_size > 0 and not scheduler.preferred_batch_size:
-            scheduler.preferred_batch_size.append(config.max_batch_size)
-    if config.platform != "ensemble":
-        for field in ("input_pinned_memory", "output_pinned_memory"):
-            if not config.optimization.HasField(field):
-                getattr(config.optimization, field).enable = True
-        _fill_instance_groups(config, gpus)
+    if config.HasField("dynamic_batching") and config.max_batch_size > 0:
+        batching = config.dynamic_batching
+        if not batching.preferred_batch_size:
+            batching.preferred_batch_size.append(config.max_batch_size)
+    for field in ("input_pinned_memory", "output_pinned_memory"):
+        if not config.optimization.HasField(field):
+            getattr(config.optimization, field).enable = True
+    _fill_instance_groups(config, gpus)
     return [f"{field} is ignored: it has no meaning here" for field in _IGNORED if _is_set(config, field)]
 
 

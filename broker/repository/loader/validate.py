@@ -37,7 +37,7 @@ def validate(config: _Config, model: ModelDirectory, gpus: Sequence[int], scalar
     if config.max_batch_size > MAX_BATCH:
         raise ModelError(f"'max_batch_size' must be at most {MAX_BATCH} for {name}, got {config.max_batch_size}")
     for kind, texts in (("input", config.input), ("output", config.output)):
-        if not texts and config.platform != "ensemble":
+        if not texts:
             raise ModelError(f"must specify one or more '{kind}'s for {name}: nothing could be taken from a model file")
         seen: set[str] = set()
         for text in texts:
@@ -52,15 +52,7 @@ def validate(config: _Config, model: ModelDirectory, gpus: Sequence[int], scalar
         _validate_label_file(text, model)
     if config.HasField("dynamic_batching"):
         _validate_dynamic_batching(config.dynamic_batching, config.max_batch_size, name)
-    if config.HasField("sequence_batching") and config.sequence_batching.HasField("oldest"):
-        _validate_preferred(
-            config.sequence_batching.oldest.preferred_batch_size,
-            config.max_batch_size,
-            "sequence batching preferred batch size",
-            name,
-        )
-    if config.platform != "ensemble":
-        _validate_instance_groups(config, gpus)
+    _validate_instance_groups(config, gpus)
 
 
 def _validate_tensor(config: _Config, kind: str, text: Any, scalars: frozenset[str]) -> None:
