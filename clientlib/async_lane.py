@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 BUSY_S = 200e-6  # polling costs 15 µs a request, being rung 40 µs: worth it while requests follow each other
 REST_S = 0.05  # longest rest while requests are outstanding: bounds what a lost wake-up could cost
-LATE_S = 0.1  # for the ring of what a rest finds completed when it ends; after a death it is the broker that rings
+LATE_S = 0.3  # for the ring of what a rest finds completed when it ends; after a death it is the broker that rings
 
 
 @final

@@ -33,7 +33,7 @@ from shm.layout import (
 from shm.memory import map_words
 
 SLEEP_MS = 50  # longest sleep while requests are outstanding: bounds what a lost wake-up could cost
-LATE_MS = 100  # what was completed is not rung for yet: the worker may have died before it, then the broker rings
+LATE_MS = 300  # what was completed is not rung for yet: the worker may have died before it, then the broker rings
 SLOW_NS = 200_000
 BESIDE_THREADS = 5  # times the spin: losing the GIL to another thread costs 100 times what waking a worker costs
 _perf = time.perf_counter

@@ -23,7 +23,7 @@ from shm.worker_channel import WorkerChannel
 
 HOT_NS = 5_000_000
 SPIN_NS = 50_000
-LATE_S = 0.1  # how late a ring may come without being called lost
+LATE_S = 0.3  # how late a ring may come without being called lost
 BOUND_S = 0.05  # longest sleep while requests are outstanding
 IDLE_S = 3600.0
 SETTLED = 8  # sweeps that find nothing: time for bookkeeping
