@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.worker.backends import Binding, Operand
-from broker.worker.model import Instance
+from broker.worker.model import Instance, LoadedModel
 from broker.worker.plans import PlacedTensor, Plan
 from shm import datatypes
 from shm.admission import Request
@@ -102,13 +102,17 @@ def bind(
             staging = instance.scratch("input", tensor.name, memory.size)
             copies.append((staging, memory, "policy" if policy else "align"))
             memory = staging
-        inputs.append(Operand(tensor.name, tensor.datatype, tensor.shape_of(total), memory))
+        inputs.append(
+            Operand(tensor.name, tensor.datatype, instance.model.shape(tensor.name, tensor.shape_of(total)), memory)
+        )
     outputs: list[Operand] = []
     opens: list[PlacedTensor] = []
     for tensor in plan.outputs:
         runtime_allocates = tensor.open or not tensor.aligned or all_open
         place = None if runtime_allocates else _block(tensor, output_position, rows, count)
-        outputs.append(Operand(tensor.name, tensor.datatype, tensor.shape_of(total), place))
+        outputs.append(
+            Operand(tensor.name, tensor.datatype, instance.model.shape(tensor.name, tensor.shape_of(total)), place)
+        )
         if runtime_allocates:
             opens.append(tensor)
     return Execution(instance, instance.runtime.bind(inputs, outputs), copies, opens)
@@ -121,7 +125,9 @@ def _block(tensor: PlacedTensor, position: int, rows: int, count: int) -> Bytes:
     return tensor.region.bytes[start : start + count * tensor.place.byte_size]
 
 
-def deliver(request: Request, tensors: Sequence[PlacedTensor], arrays: Sequence[npt.NDArray[np.generic]]) -> int:
+def deliver(
+    model: LoadedModel, request: Request, tensors: Sequence[PlacedTensor], arrays: Sequence[npt.NDArray[np.generic]]
+) -> int:
     """Copy what the runtime allocated to where the plan wants it; nothing is written unless everything fits.
 
     Returns the bytes copied. The true shapes of open outputs go into the request's note.
@@ -136,12 +142,14 @@ def deliver(request: Request, tensors: Sequence[PlacedTensor], arrays: Sequence[
                 f"shared memory size specified with the request for output '{tensor.name}' ({tensor.place.byte_size}"
                 f" bytes) should be at least {data.size} bytes to hold the results",
             )
+        reshape = model.reshapes.get(tensor.name)
+        shape = tuple(array.shape) if reshape is None else reshape.to_client(tensor.name, array.shape)
         if tensor.open:
-            note.extend((array.ndim, *array.shape))
-        elif tuple(array.shape) != tensor.shape_of(request.rows):
+            note.extend((len(shape), *shape))
+        elif shape != tensor.shape_of(request.rows):
             raise InferError(
                 Code.INVALID_ARG,
-                f"output '{tensor.name}' has shape {datatypes.shape_text(array.shape)}, the plan says"
+                f"output '{tensor.name}' has shape {datatypes.shape_text(shape)}, the plan says"
                 f" {datatypes.shape_text(tensor.shape_of(request.rows))}: leave the dimension open (-1) and give it"
                 " room by byte_size",
             )

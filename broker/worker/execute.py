@@ -78,7 +78,7 @@ def _run_execution(instance: Instance, request: Request, execution: Execution, b
     request.copied = execution.copied
     ended = ran
     if execution.opens:
-        delivered = deliver(request, execution.opens, execution.binding.results())
+        delivered = deliver(instance.model, request, execution.opens, execution.binding.results())
         instance.count_copy("output", delivered)
         request.copied += delivered
         ended = _now()
@@ -183,7 +183,7 @@ def _run_gathered(instance: Instance, requests: list[Request]) -> None:
     binding = _batch_binding(instance, requests[0], buffers, rows)
     copied = _now()
     ran = _run(instance, binding.run, rows, copied)
-    scattered = _scatter(requests, buffers, binding.results(), rows)
+    scattered = _scatter(instance, requests, buffers, binding.results(), rows)
     ended = _now()
     instance.count_copy("gather", gathered)
     instance.count_copy("scatter", scattered)
@@ -193,7 +193,13 @@ def _run_gathered(instance: Instance, requests: list[Request]) -> None:
     instance.count_batch(len(requests), rows, queued, copied - began, ran - copied, ended - ran)
 
 
-def _scatter(requests: list[Request], buffers: BatchBuffers, opened: list[npt.NDArray[np.generic]], rows: int) -> int:
+def _scatter(
+    instance: Instance,
+    requests: list[Request],
+    buffers: BatchBuffers,
+    opened: list[npt.NDArray[np.generic]],
+    rows: int,
+) -> int:
     for array in opened:
         if array.ndim == 0 or array.shape[0] != rows:
             raise InferError(Code.INTERNAL, f"an output of a batch of {rows} rows has shape {array.shape}")
@@ -209,7 +215,7 @@ def _scatter(requests: list[Request], buffers: BatchBuffers, opened: list[npt.ND
                 copied += target.size
         if opened:
             tensors = [tensor for tensor in plan.outputs if tensor.open]
-            copied += deliver(request, tensors, [array[row : row + request.rows] for array in opened])
+            copied += deliver(instance.model, request, tensors, [array[row : row + request.rows] for array in opened])
         request.copied += copied
         scattered += copied
         row += request.rows
@@ -237,12 +243,13 @@ def _batch_binding(instance: Instance, request: Request, buffers: BatchBuffers, 
     assert isinstance(plan, Plan)
     found = buffers.bindings.get(rows)
     if found is None:
+        shape = instance.model.shape
         inputs = [
-            Operand(t.name, t.datatype, t.shape_of(rows), b[: rows * t.row_bytes])
+            Operand(t.name, t.datatype, shape(t.name, t.shape_of(rows)), b[: rows * t.row_bytes])
             for t, b in zip(plan.inputs, buffers.inputs, strict=True)
         ]
         outputs = [
-            Operand(t.name, t.datatype, t.shape_of(rows), None if b is None else b[: rows * t.row_bytes])
+            Operand(t.name, t.datatype, shape(t.name, t.shape_of(rows)), None if b is None else b[: rows * t.row_bytes])
             for t, b in zip(plan.outputs, buffers.outputs, strict=True)
         ]
         found = buffers.bindings[rows] = instance.runtime.bind(inputs, outputs)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from broker.repository.config import InstanceGroup, ModelConfig
 from broker.worker.backends import Backend, Binding, Context, RuntimeModel
 from broker.worker.batcher import Queue, SingleQueue, queue_for
+from broker.worker.reshape import reshapes
 from shm import statistics
 from shm.admission import Verdict
 from shm.errors import Code
@@ -169,6 +170,7 @@ class LoadedModel:
         "immediate",
         "instances",
         "queue",
+        "reshapes",
         "uncertain",
         "version",
     )
@@ -186,6 +188,7 @@ class LoadedModel:
         # Does a lone request go as soon as an instance is free?
         self.immediate = batching is None or not batching.max_queue_delay_microseconds
         self.copied = frozenset(tensor.name for tensor in config.input if not tensor.zero_copy)
+        self.reshapes = reshapes(config)
         # Outputs whose shape only a run tells, whatever a plan says of it.
         self.uncertain = frozenset(
             tensor.name for tensor in config.output if any(symbol.startswith("?") for symbol in tensor.symbols)
@@ -195,6 +198,11 @@ class LoadedModel:
     def name(self) -> str:
         """The model's name."""
         return self.config.name
+
+    def shape(self, tensor: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The runtime's shape of a tensor that has `shape` in a plan."""
+        reshape = self.reshapes.get(tensor)
+        return shape if reshape is None else reshape.to_model(shape)
 
     def load(self, backend: Backend, directory: str, blocks: list[memoryview]) -> None:
         """Load every instance. Raises InferError, or whatever the backend raises."""
