@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Protocol, final
@@ -54,6 +55,10 @@ class Channels:
     def of(self, session: int) -> list[ChannelRecord]:
         """The channels of one session."""
         return [record for record, _, _ in self._open.values() if record.session == session]
+
+    def counts(self) -> Counter[int]:
+        """How many channels each session has."""
+        return Counter(record.session for record, _, _ in self._open.values())
 
     def session_of(self, channel: int) -> int | None:
         """Whose channel it is, None when it is closed by now."""

@@ -114,9 +114,9 @@ def human(document: dict[str, Any]) -> str:
     lines = [
         f"tensorbroker {broker['version']}, pid {broker['pid']}, up {broker['uptime_s']:.0f} s, in "
         f"{broker['directory']}",
-        f"memory {quotas['memory_used']} of {quotas['memory_limit']} bytes, sessions {quotas['sessions']} of "
-        f"{quotas['sessions_limit']}, refused {counters['sessions_refused']}, protocol errors "
-        f"{counters['protocol_errors']}",
+        f"memory {quotas['memory_used']} of {quotas['memory_limit']} bytes, regions {quotas['regions']}, "
+        f"sessions {quotas['sessions']} of {quotas['sessions_limit']}, refused {counters['sessions_refused']}, "
+        f"protocol errors {counters['protocol_errors']}",
     ]
     for title, columns in _TABLES.items():
         rows = document[title]

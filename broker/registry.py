@@ -15,6 +15,7 @@ import itertools
 import logging
 import os
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, final
@@ -53,6 +54,8 @@ class Registry:
         self._tokens: dict[str, RegionEntry] = {}
         self._draining: dict[int, RegionEntry] = {}  # by generation
         self._mapped: dict[int, list[RegionWorker]] = {}  # by generation: who has been asked to map it
+        self._counts: Counter[int] = Counter()  # by session, as `of` has them
+        self._bytes: Counter[int] = Counter()
         self._opened: dict[int, list[RegionEntry]] = {}  # by generation of the source
         self._expulsions: set[asyncio.Task[None]] = set()
         self._free: list[int] = []
@@ -71,7 +74,15 @@ class Registry:
 
     def of(self, session: int) -> list[RegionEntry]:
         """Regions of `session`, retired ones that some worker still has to acknowledge included."""
-        return [entry for entry in self if entry.session == session]
+        draining = (entry for entry in self._draining.values() if entry.session == session)
+        return [*self._names.get(session, {}).values(), *draining]
+
+    def usage(self, session: int) -> tuple[int, int]:
+        """How many regions `of` has, and their bytes."""
+        return self._counts[session], self._bytes[session]
+
+    def __len__(self) -> int:
+        return self._counts.total()
 
     def __iter__(self) -> Iterator[RegionEntry]:
         for names in self._names.values():
@@ -157,8 +168,7 @@ class Registry:
             source=owner.identity,
         )
         self._opened.setdefault(owner.generation, []).append(entry)
-        self._names.setdefault(peer.session, {})[name] = entry
-        return entry
+        return self._add(entry)
 
     # --- mapping and retiring --------------------------------------------------------------------------------------
 
@@ -245,8 +255,20 @@ class Registry:
             owner_pid=peer.pid,
             owner_uid=peer.uid,
         )
-        self._names.setdefault(peer.session, {})[name] = entry
+        return self._add(entry)
+
+    def _add(self, entry: RegionEntry) -> RegionEntry:
+        self._names.setdefault(entry.session, {})[entry.name] = entry
+        self._counts[entry.session] += 1
+        self._bytes[entry.session] += entry.byte_size
         return entry
+
+    def _remove(self, entry: RegionEntry) -> None:
+        del self._draining[entry.generation]
+        self._counts[entry.session] -= 1
+        self._bytes[entry.session] -= entry.byte_size
+        if not self._counts[entry.session]:
+            del self._counts[entry.session], self._bytes[entry.session]
 
     def _expelled(self, task: asyncio.Task[None]) -> None:
         self._expulsions.discard(task)
@@ -274,7 +296,7 @@ class Registry:
                 *(worker.retire_region(*entry.identity) for worker in workers), return_exceptions=True
             )
         finally:
-            del self._draining[entry.generation]
+            self._remove(entry)
             self._opened.pop(entry.generation, None)
             if entry.source is None:
                 self._discharge(entry.owner_uid, entry.kind, entry.byte_size)

@@ -149,6 +149,7 @@ class Session:
                     request, fds, byte_size = self._waiting.popleft()
                     self._waiting_bytes -= byte_size
                     await self._serve(request, fds)
+                    await asyncio.sleep(0)  # many requests can be answered without waiting: the others' turn first
                 self._arrived.clear()
         except asyncio.CancelledError:
             pass  # by end(): the loop above never ends otherwise

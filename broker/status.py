@@ -1,14 +1,15 @@
 """The document of `tensorbroker status --json`: what the broker, its workers, models, sessions and regions are doing.
 
 Made on request from the parts that own the facts; nothing is kept here. It shows no key and no path of a client.
+Anybody may ask for it at any time, so it has a size: the first sessions and regions, and how many there are (`quotas`).
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any, Protocol, final
 
 import msgspec
@@ -22,6 +23,8 @@ from broker.registry import Registry, record
 from shm.errors import InferError
 from shm.messages import ModelMetadata
 from shm.statistics import IN_FLIGHT, LOST_WAKEUPS, RECOVERED, REFUSED, TAKEN
+
+ROWS = 1000  # of sessions and of regions
 
 
 class WorkerFacts(Protocol):
@@ -72,7 +75,7 @@ class StatusDocument:
             "workers": [self._worker(worker) for worker in self._workers],
             "models": [self._model(model) for model in self._models.all()],
             "sessions": self._sessions(),
-            "regions": [self._region(entry) for entry in self._registry],
+            "regions": [self._region(entry) for entry in islice(self._registry, ROWS)],
             "quotas": self._quotas(),
             "counters": self._counters(),
         }
@@ -109,24 +112,23 @@ class StatusDocument:
         return {**facts, **ended, **{name: counters[name] for name in own}}
 
     def _sessions(self) -> list[dict[str, Any]]:
-        regions: Counter[int] = Counter()
-        region_bytes: Counter[int] = Counter()
-        for entry in self._registry:
-            regions[entry.session] += 1
-            region_bytes[entry.session] += entry.byte_size
-        return [
-            {
-                "id": session.peer.session,
-                "pid": session.peer.pid,
-                "uid": session.peer.uid,
-                "library": session.library,
-                "regions": regions[session.peer.session],
-                "region_bytes": region_bytes[session.peer.session],
-                "channels": len(self._channels.of(session.peer.session)),
-                "plans": self._plans.count(session.peer.session),
-            }
-            for session in self.sessions or ()
-        ]
+        channels, rows = self._channels.counts(), []
+        for session in islice(self.sessions or (), ROWS):
+            number = session.peer.session
+            regions, region_bytes = self._registry.usage(number)
+            rows.append(
+                {
+                    "id": number,
+                    "pid": session.peer.pid,
+                    "uid": session.peer.uid,
+                    "library": session.library,
+                    "regions": regions,
+                    "region_bytes": region_bytes,
+                    "channels": channels[number],
+                    "plans": self._plans.count(number),
+                }
+            )
+        return rows
 
     def _region(self, entry: RegionEntry) -> dict[str, Any]:
         return {**msgspec.to_builtins(record(entry, show_key=False)), "session": entry.session}
@@ -136,6 +138,7 @@ class StatusDocument:
         return {
             "memory_limit": quota.limit,
             "memory_used": quota.total,
+            "regions": len(self._registry),
             "regions_per_uid": quota.max_regions,
             "region_descriptors_per_uid": quota.max_descriptors,
             "sessions_limit": self.sessions.limit if self.sessions else 0,

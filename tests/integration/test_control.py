@@ -15,6 +15,7 @@ import numpy as np
 import posix_ipc
 import pytest
 
+from broker.status import ROWS
 from shm.errors import Code
 from shm.layout import TAIL
 from tests.fakes.broker import (
@@ -119,6 +120,19 @@ def test_a_system_region_comes_with_the_open_file(broker):
     finally:
         os.close(memory.fd)
         posix_ipc.unlink_shared_memory(key)
+
+
+def test_the_status_document_has_a_size(broker):
+    client = broker.client()
+    fd = pool(4096)
+    with descriptor(fd):
+        for number in range(ROWS + 5):
+            assert client.ask("RegisterPool", [fd], name=f"r{number}", byte_size=4096)["type"] == "RegionInfo"
+        status = broker.status()
+        assert [row["name"] for row in status["regions"]] == [f"r{number}" for number in range(ROWS)]
+        assert status["quotas"]["regions"] == ROWS + 5
+        (row,) = (row for row in status["sessions"] if row["regions"])
+        assert (row["regions"], row["region_bytes"]) == (ROWS + 5, 4096 * (ROWS + 5))
 
 
 def test_unregister_affects_nobody_else_and_the_name_is_free(broker):

@@ -15,7 +15,7 @@ from shm import sockets
 WELCOME = {"type": "Welcome", "id": 1, "protocol": 1, "epoch": "e", "session": 1, "version": "0"}
 DOCUMENT = {
     "broker": {"version": "0.1", "pid": 7, "uptime_s": 12.3, "directory": "/run/x"},
-    "quotas": {"memory_used": 1, "memory_limit": 2, "sessions": 3, "sessions_limit": 4},
+    "quotas": {"memory_used": 1, "memory_limit": 2, "regions": 0, "sessions": 3, "sessions_limit": 4},
     "counters": {"sessions_refused": 5, "protocol_errors": 6},
     "workers": [{"key": "cpu/default", "state": "ready", "pid": None, "restarts": 1}],
     "models": [{"name": "m", "version": "1", "state": "READY", "workers": ["cpu/default", "gpu0/default"]}],
