@@ -14,11 +14,10 @@ from broker.repository.config import DynamicBatching
 
 
 class Queued(Protocol):
-    """What the batcher reads of a request. Times in ns of one monotonic clock; deadline 0 = none."""
+    """What the batcher reads of a request. Times in ns of one monotonic clock."""
 
     rows: int
     arrival: int
-    deadline: int
     priority: int
 
     @property
@@ -57,14 +56,6 @@ class SingleQueue:
     def remove(self, request: Queued) -> bool:
         """Drop one request (cancelled); False when it is not queued any more."""
         return _remove(self._queue, request)
-
-    def expired(self, now: int) -> list[Queued]:
-        """Take out every request whose deadline has passed."""
-        return _expire(self._queue, now)
-
-    def earliest_deadline(self) -> int:
-        """0 when no queued request has one."""
-        return min((request.deadline for request in self._queue if request.deadline), default=0)
 
 
 @final
@@ -131,14 +122,6 @@ class DynamicBatcher:
         """Drop one request (cancelled); False when it is not queued any more."""
         return any(_remove(queue, request) for queue in self._levels)
 
-    def expired(self, now: int) -> list[Queued]:
-        """Take out every request whose deadline has passed."""
-        return [request for queue in self._levels for request in _expire(queue, now)]
-
-    def earliest_deadline(self) -> int:
-        """0 when no queued request has one."""
-        return min((request.deadline for request in self._queued() if request.deadline), default=0)
-
     def _queued(self) -> Iterator[Queued]:
         for queue in self._levels:
             yield from queue
@@ -170,10 +153,3 @@ def _remove(queue: Line, request: Queued) -> bool:
         return False
     del queue[request]
     return True
-
-
-def _expire(queue: Line, now: int) -> list[Queued]:
-    late = [request for request in queue if request.deadline and request.deadline <= now]
-    for request in late:
-        del queue[request]
-    return late

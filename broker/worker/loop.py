@@ -290,6 +290,6 @@ class Loop:
                 instance.flush()
 
     def _next_look(self) -> tuple[int, bool]:
-        self._block[statistics.IN_FLIGHT] = sum(1 for request in self.live_requests() if request.started)
+        self._block[statistics.IN_FLIGHT] = self.scheduler.in_flight()
         self._block[statistics.REFUSED] += sum(channel.unreported() for channel in self._set.hot)
         return self.scheduler.next_look()

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import threading
 from collections import deque
-from typing import final
+from typing import Any, final
 
 from broker.worker.model import MISSING, Instance, LoadedModel
 from broker.worker.plans import Plan
@@ -45,6 +47,47 @@ class Batch:
 
 
 @final
+class Deadlines:
+    """Those of the queued requests, the earliest first."""
+
+    __slots__ = ("_entries", "_heap", "_order")
+
+    def __init__(self) -> None:
+        self._entries: dict[Request, list[Any]] = {}
+        self._heap: list[list[Any]] = []  # deadline, number, request; None = it is not queued any more
+        self._order = itertools.count()
+
+    def earliest(self) -> int:
+        """0 = none."""
+        while self._heap and self._heap[0][2] is None:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else 0
+
+    def add(self, request: Request) -> None:
+        """A request that has one is queued."""
+        entry = self._entries[request] = [request.deadline, next(self._order), request]
+        heapq.heappush(self._heap, entry)
+
+    def remove(self, request: Request) -> None:
+        """It is queued no more. Most never get near their deadline: what they leave behind goes in one sweep."""
+        entry = self._entries.pop(request, None)
+        if entry is not None:
+            entry[2] = None  # the request keeps its channel's memory mapped
+            if len(self._heap) > 2 * len(self._entries) + 64:
+                self._heap = [entry for entry in self._heap if entry[2] is not None]
+                heapq.heapify(self._heap)
+
+    def passed(self, now: int) -> list[Request]:
+        """Take out those whose deadline has passed."""
+        late: list[Request] = []
+        while 0 < self.earliest() <= now:
+            request = heapq.heappop(self._heap)[2]
+            del self._entries[request]
+            late.append(request)
+        return late
+
+
+@final
 class Scheduler:
     """Queues and what is running. `deadline` is the earliest of the queued requests, 0 = none."""
 
@@ -55,6 +98,8 @@ class Scheduler:
         self.alone = False  # a suspect runs
         self.running = 0  # batches, the leader's inline ones not counted
         self.deadline = 0
+        self._deadlines = Deadlines()
+        self._requests = 0  # queued and running, those that the leader ran at once not counted
         self.retired: list[LoadedModel] = []  # unloaded or replaced, still at work
         self._turn = turn
 
@@ -67,7 +112,8 @@ class Scheduler:
         """Take over what a recovery found: suspects run first, each alone. Returns what `add` would."""
         with self.lock:
             self.suspects.extend(recovered.suspects)
-            self.deadline = _earliest((self.deadline, *(request.deadline for request in recovered.suspects)))
+            for request in recovered.suspects:
+                self._note(request)
             return [request for request in recovered.fresh if not self._enqueue(request)]
 
     def _enqueue(self, request: Request) -> bool:
@@ -77,14 +123,26 @@ class Scheduler:
         model.queue.add(request)
         if model not in self.queued:
             self.queued.append(model)
-        if request.deadline and (not self.deadline or request.deadline < self.deadline):
-            self.deadline = request.deadline
+        self._note(request)
         return True
+
+    def _note(self, request: Request) -> None:
+        self._requests += 1
+        if request.deadline:
+            self._deadlines.add(request)
+            self.deadline = self._deadlines.earliest()
 
     def remove(self, request: Request) -> bool:
         """Take back a queued request (cancelled); False when it runs already."""
         with self.lock:
-            return self._dequeue(request)
+            return self._take_back(request)
+
+    def _take_back(self, request: Request) -> bool:
+        if not self._dequeue(request):
+            return False
+        self._requests -= 1
+        self._deadlines.remove(request)
+        return True
 
     def _dequeue(self, request: Request) -> bool:
         if request in self.suspects:
@@ -105,7 +163,7 @@ class Scheduler:
     def drop(self, channel: WorkerChannel) -> list[Request]:
         """Take back everything queued from one channel: its client is gone."""
         with self.lock:
-            return [r for r in channel.live if r is not None and self._dequeue(r)]
+            return [r for r in channel.live if r is not None and self._take_back(r)]
 
     def waiting(self) -> bool:
         """Is anything queued?"""
@@ -115,6 +173,10 @@ class Scheduler:
         """Nothing queued, nothing running."""
         with self.lock:
             return not (self.running or self.queued or self.suspects or self._turn.inside())
+
+    def in_flight(self) -> int:
+        """Requests queued and running."""
+        return self._requests or int(self._turn.inside())
 
     def due(self, now: int) -> Batch | None:
         """The next batch that may run on a free instance."""
@@ -141,8 +203,14 @@ class Scheduler:
         self._unlist(model)
         if len(model.queue):
             self.queued.append(model)  # behind the others: they get their turn
+        return self._begin(Batch(instance, requests))
+
+    def _begin(self, batch: Batch) -> Batch:
         self.running += 1
-        return Batch(instance, requests)
+        for request in batch.requests:
+            if request.deadline:
+                self._deadlines.remove(request)
+        return batch
 
     def _next_suspect(self) -> Batch | None:
         # The leader enters its inline batch first and looks at `alone` then; here it is the other way round, so one of
@@ -152,29 +220,26 @@ class Scheduler:
             self.alone = False
             return None
         request = self.suspects.popleft()
-        self.running += 1
         instance = request.plan.model.free.pop()  # type: ignore[union-attr]
-        return Batch(instance, [request], alone=True)
+        return self._begin(Batch(instance, [request], alone=True))
 
     def done(self, batch: Batch) -> None:
         """The batch has run; its instance is free."""
         with self.lock:
             batch.instance.model.free.append(batch.instance)
             self.running -= 1
+            self._requests -= len(batch.requests)
             if batch.alone:
                 self.alone = False
 
     def expired(self, now: int) -> list[Request]:
         """Take back every queued request whose deadline has passed."""
         with self.lock:
-            late = [request for request in self.suspects if request.deadline and request.deadline <= now]
-            self.suspects = deque(request for request in self.suspects if request not in late)
-            for model in list(self.queued):
-                late.extend(model.queue.expired(now))  # type: ignore[arg-type]
-                if not len(model.queue):
-                    self._unlist(model)
-            suspects = (request.deadline for request in self.suspects)
-            self.deadline = _earliest((*suspects, *(model.queue.earliest_deadline() for model in self.queued)))
+            late = self._deadlines.passed(now)
+            for request in late:
+                self._dequeue(request)
+            self._requests -= len(late)
+            self.deadline = self._deadlines.earliest()
         return late
 
     def next_look(self) -> tuple[int, bool]:
@@ -213,8 +278,3 @@ def _claim(model: LoadedModel) -> bool:
         return False
     model.closed = MISSING
     return True
-
-
-def _earliest(deadlines: tuple[int, ...]) -> int:
-    """0 = none."""
-    return min(filter(None, deadlines), default=0)

@@ -20,7 +20,6 @@ A, B = ("a",), ("b",)  # signatures
 class Queued:
     rows: int = 1
     arrival: int = 0
-    deadline: int = 0
     priority: int = 0
     signature: object = A
 
@@ -162,7 +161,6 @@ def test_nothing_is_due_when_nothing_is_queued():
     for queue in (batcher(), batcher(delay=100), SingleQueue()):
         assert queue.due() == 0
         assert queue.take(1 << 62) == []
-        assert queue.earliest_deadline() == 0
 
 
 # --- priorities -----------------------------------------------------------------------------------------------------
@@ -207,18 +205,6 @@ def test_a_request_is_taken_back_once(queue):
     assert not queue.remove(first)
 
 
-@pytest.mark.parametrize("queue", queues())
-def test_deadlines(queue):
-    requests = fill(queue, *(Queued(deadline=deadline, priority=1 + deadline % 2) for deadline in (30, 0, 11, 25)))
-    assert queue.earliest_deadline() == 11
-    assert queue.expired(10) == []
-    assert queue.expired(25) == [requests[2], requests[3]]
-    assert queue.earliest_deadline() == 30
-    assert queue.expired(1 << 62) == [requests[0]]
-    assert queue.earliest_deadline() == 0
-    assert len(queue) == 1
-
-
 def test_one_at_a_time_in_order():
     queue = SingleQueue()
     requests = fill(queue, Queued(5, arrival=7), Queued(1, priority=1, arrival=9))
@@ -240,7 +226,7 @@ configurations = st.builds(
 
 
 class Queueing(RuleBasedStateMachine):
-    """Requests come, are cancelled and expire; an instance is free at times. Checked against plain bookkeeping."""
+    """Requests come and are cancelled; an instance is free at times. Checked against plain bookkeeping."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,11 +249,9 @@ class Queueing(RuleBasedStateMachine):
         rows=st.integers(1, 12),
         signature=st.sampled_from([A, A, A, B, None]),
         priority=st.integers(0, 4),
-        deadline=st.sampled_from([0, 0, 20, 80]),
     )
-    def add(self, rows, signature, priority, deadline):
-        deadline = self.now + deadline * US if deadline else 0
-        request = Queued(min(rows, self.maximum), self.now, deadline, priority, signature)
+    def add(self, rows, signature, priority):
+        request = Queued(min(rows, self.maximum), self.now, priority, signature)
         self.queue.add(request)
         self.levels[priority - 1 if 1 <= priority <= len(self.levels) else 0].append(request)
 
@@ -282,13 +266,6 @@ class Queueing(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(level))
         assert self.queue.remove(request)
         level.remove(request)
-
-    @precondition(lambda self: self.queue is not None)
-    @rule()
-    def expire(self):
-        late = self.queue.expired(self.now)
-        assert set(map(id, late)) == {id(r) for level in self.levels for r in level if 0 < r.deadline <= self.now}
-        self.levels = [[request for request in level if request not in late] for level in self.levels]
 
     @precondition(lambda self: any(self.levels))
     @rule()
@@ -329,8 +306,6 @@ class Queueing(RuleBasedStateMachine):
         if self.queue is not None:
             waiting = [request for level in self.levels for request in level]
             assert len(self.queue) == len(waiting)
-            deadlines = [request.deadline for request in waiting if request.deadline]
-            assert self.queue.earliest_deadline() == min(deadlines, default=0)
 
 
 Queueing.TestCase.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)

@@ -167,29 +167,7 @@ def test_pending_is_what_is_queued(scheduler, models):
     scheduler.done(batch)
 
 
-# --- deadlines and cancels ------------------------------------------------------------------------------------------
-
-
-def test_expired_requests_are_taken_back_and_the_next_deadline_is_known(scheduler, models):
-    one, two = models(), models(batch=4, delay=1000)
-    requests = add(scheduler, request(one, 50), request(one, 30), request(one), request(two, 40), request(two, 60))
-    assert scheduler.deadline == 30
-    assert scheduler.expired(29) == []
-    assert scheduler.expired(40) == [requests[1], requests[3]]
-    assert scheduler.deadline == 50
-    assert set(scheduler.expired(60)) == {requests[0], requests[4]}
-    assert scheduler.deadline == 0
-    assert scheduler.due(0).requests == [requests[2]]
-    assert not scheduler.waiting()
-
-
-def test_a_deadline_that_has_run_meanwhile_is_forgotten_at_the_next_look(scheduler, models):
-    model = models()
-    add(scheduler, request(model, 50), request(model, 90))
-    scheduler.due(0)
-    assert scheduler.deadline == 50
-    assert scheduler.expired(50) == []
-    assert scheduler.deadline == 90
+# --- cancels ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_queued_request_is_cancelled_a_running_one_is_not(scheduler, models):
