@@ -15,7 +15,7 @@ from typing import Any, TypeVar, final
 
 from clientlib.address import Absent, dial, directory_of
 from clientlib.async_lane import AsyncLane, LoopLanes
-from clientlib.async_plans import AsyncPlan
+from clientlib.async_plans import AsyncPlan, turn
 from clientlib.async_session import AsyncSession
 from clientlib.automatic import Automatic, Inputs, Request, check_parameters
 from clientlib.callable_model import AsyncModel
@@ -23,7 +23,7 @@ from clientlib.client import CALL_S, NO_CUDA, RECONNECT_S, RETRY_S, check_channe
 from clientlib.layout import PlanOutdated, RoomNeeded
 from clientlib.link import Bound, Link
 from clientlib.native import Native
-from clientlib.plans import check_timeout
+from clientlib.plans import check_timeout, deadline_ns_of, remaining_s
 from clientlib.recipe import Budget, Outputs, Slots, recipe
 from clientlib.region import AsyncRegion, MappedRegion, TensorRef
 from clientlib.results import InferResult
@@ -149,11 +149,12 @@ class AsyncClient:
         """Run a model on arrays, or on tensors in regions; arrays are copied once. As `Client.infer`."""
         if parameters:
             check_parameters(parameters)
+        deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
         asked = Request(model, version, inputs, outputs)
         try:
-            return await self._infer(asked, timeout, priority)
+            return await self._infer(asked, deadline_ns, priority)
         except PlanOutdated:
-            return await self._infer(asked, timeout, priority)
+            return await self._infer(asked, deadline_ns, priority)
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -170,32 +171,33 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def bind(self, plan: AsyncPlan, timeout: float | None) -> Bound[AsyncLane]:
+    async def bind(self, plan: AsyncPlan, deadline_ns: int) -> Bound[AsyncLane]:
         """What the loop needs to submit requests of `plan`."""
-        return await self._run(lambda link: self.native.bind(link, plan), timeout or RECONNECT_S)
+        return await self._run_until(self._ends(deadline_ns, RECONNECT_S), lambda link: self.native.bind(link, plan))
 
-    async def grow(self, plan: AsyncPlan, needed: RoomNeeded, timeout: float | None) -> None:
+    async def grow(self, plan: AsyncPlan, needed: RoomNeeded, deadline_ns: int) -> None:
         """Give an output of `plan` more room."""
-        await self._run(lambda link: self.native.grow(link, plan, needed), timeout or CALL_S)
+        await self._run_until(self._ends(deadline_ns, CALL_S), lambda link: self.native.grow(link, plan, needed))
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    async def _infer(self, asked: Request, timeout: float | None, priority: int) -> InferResult:
+    async def _infer(self, asked: Request, deadline_ns: int, priority: int) -> InferResult:
         plan = self._automatic.find(asked.key)
         if plan is None:
             # Hundreds of requests of a new kind may come at once: one prepares, the others wait for its plan.
             lock = self._preparing.setdefault(asked.key, asyncio.Lock())
+            ends = self._ends(deadline_ns, CALL_S)
             try:
-                async with lock:
+                async with turn(lock, ends - self._loop.time(), "prepares the same request"):
                     plan = self._automatic.find(asked.key)
                     if plan is None:
                         fresh = plan = AsyncPlan(self, asked.recipe(BUDGET))
-                        await self._run(lambda link: self.native.prepare(link, fresh), timeout or CALL_S)
+                        await self._run_until(ends, lambda link: self.native.prepare(link, fresh))
                         self._automatic.keep(asked.key, fresh, fresh.places_byte_size)
             finally:
                 self._preparing.pop(asked.key, None)
         try:
-            return await plan.infer_arrays(asked.values, timeout, priority)
+            return await plan.infer_arrays(asked.values, deadline_ns, priority)
         except InferError as error:
             if isinstance(error, PlanOutdated) or error.code in ("NOT_FOUND", "INVALID_ARG"):
                 self._automatic.drop(asked.key, plan)  # the model or a region may have changed: look again next time
@@ -207,7 +209,9 @@ class AsyncClient:
         timeout: float = CALL_S,
     ) -> T:
         check_timeout(timeout)
-        deadline = self._loop.time() + timeout
+        return await self._run_until(self._loop.time() + timeout, make)
+
+    async def _run_until(self, deadline: float, make: Callable[[Link[AsyncLane]], Procedure[T]]) -> T:
         while True:
             self.native.check()
             if asyncio.get_running_loop() is not self._loop:
@@ -229,7 +233,8 @@ class AsyncClient:
 
     async def _connect(self, deadline: float, *, wait: bool) -> Link[AsyncLane]:
         """The session, made anew unless another task was faster. `wait`: for a broker that was there before."""
-        async with self._connecting:
+        what = f"connects to the broker in {self.native.directory}"
+        async with turn(self._connecting, deadline - self._loop.time(), what):
             until = min(deadline, self._loop.time() + RECONNECT_S) if wait else deadline
             while self.native.link is None:
                 self.native.check()
@@ -256,10 +261,16 @@ class AsyncClient:
                 if not wait:
                     raise absent.error from None
                 problem = absent.error
-            if self._loop.time() >= until:
+            remaining = until - self._loop.time()
+            if remaining <= 0:
                 raise problem
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(min(remaining, RETRY_S))
             self.native.check()
+
+    def _ends(self, deadline_ns: int, patience_s: float) -> float:
+        """Until when (loop time) what a request needs may take: its deadline, without one `patience_s`."""
+        remaining = remaining_s(deadline_ns)
+        return self._loop.time() + (patience_s if remaining is None else remaining)
 
 
 def _own(region: MappedRegion) -> AsyncRegion:

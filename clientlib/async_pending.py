@@ -8,6 +8,7 @@ nobody takes is no unretrieved exception.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, final
 
@@ -104,9 +105,10 @@ class AsyncPending:
         )
         return self.ident != 0
 
-    def expire_after(self, timeout: float) -> None:
+    def expire_at(self, deadline_ns: int) -> None:
         """Answer at the deadline, whatever the worker does."""
-        self._timer = asyncio.get_running_loop().call_later(timeout, self._expire)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later((deadline_ns - time.monotonic_ns()) * 1e-9, self._expire)
 
     def settle(self, entry: tuple[int, ...], note: bytes) -> None:
         """The channel's completion. The output position is free from here on."""

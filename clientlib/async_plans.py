@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from clientlib.layout import RoomNeeded
 from clientlib.link import Bound, Prepared
 from clientlib.overlap import in_use
 from clientlib.pending import expired
-from clientlib.plans import check_options, deadline_ns_of, outside
+from clientlib.plans import check_options, deadline_ns_of, outside, remaining_s
 from clientlib.recipe import Recipe
 from clientlib.results import InferResult
 from shm.errors import Code, InferError
@@ -54,12 +54,13 @@ class AsyncPlan:
         sequence_end: bool = False,
     ) -> InferResult:
         """Run the model. Raises InferError; UNAVAILABLE when the deadline passes, even if the model runs on."""
+        deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
         options = (rows, priority, sequence_id, sequence_start, sequence_end)
         try:
-            return await (await self._start(timeout, input_slot, output_slot, options)).finish()
+            return await (await self._start(deadline_ns, input_slot, output_slot, options)).finish()
         except RoomNeeded as needed:
-            await self._client.grow(self, needed, timeout)
-        return await (await self._start(timeout, input_slot, output_slot, options)).finish()
+            await self._client.grow(self, needed, deadline_ns)
+        return await (await self._start(deadline_ns, input_slot, output_slot, options)).finish()
 
     async def submit(
         self,
@@ -73,19 +74,18 @@ class AsyncPlan:
         sequence_end: bool = False,
     ) -> AsyncPending:
         """Send the request; it queues while every slot of the channel is taken, first come, first served."""
+        deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
         options = (rows, priority, sequence_id, sequence_start, sequence_end)
-        return await self._start(timeout, input_slot, output_slot, options)
+        return await self._start(deadline_ns, input_slot, output_slot, options)
 
-    async def infer_arrays(
-        self, values: Sequence[npt.NDArray[Any]], timeout: float | None, priority: int
-    ) -> InferResult:
+    async def infer_arrays(self, values: Sequence[npt.NDArray[Any]], deadline_ns: int, priority: int) -> InferResult:
         """Copy `values` into a place of the client's own and run. For plans that `AsyncClient.infer` makes."""
         options = (0, priority, 0, False, False)
         try:
-            return await (await self._start(timeout, 0, None, options, values)).finish()
+            return await (await self._start(deadline_ns, 0, None, options, values)).finish()
         except RoomNeeded as needed:
-            await self._client.grow(self, needed, timeout)
-        return await (await self._start(timeout, 0, None, options, values)).finish()
+            await self._client.grow(self, needed, deadline_ns)
+        return await (await self._start(deadline_ns, 0, None, options, values)).finish()
 
     @property
     def places_byte_size(self) -> int:
@@ -102,28 +102,27 @@ class AsyncPlan:
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    async def _bind(self, timeout: float | None) -> Bound[AsyncLane]:
+    async def _bind(self, deadline_ns: int) -> Bound[AsyncLane]:
         """One question to the broker for all tasks that start requests meanwhile."""
-        async with self._binding:
+        async with turn(self._binding, remaining_s(deadline_ns), "binds the same plan"):
             bound = self._bound
             if bound is None:
-                bound = self._bound = await self._client.bind(self, timeout)
+                bound = self._bound = await self._client.bind(self, deadline_ns)
             return bound
 
     async def _start(
         self,
-        timeout: float | None,
+        deadline_ns: int,
         input_slot: int,
         output_slot: int | None,
         options: tuple[int, int, int, bool, bool],
         values: Sequence[npt.NDArray[Any]] = (),
     ) -> AsyncPending:
-        deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
-        bound = self._bound or await self._bind(timeout)
+        bound = self._bound or await self._bind(deadline_ns)
         flags = check_options(*options) if any(options) else 0
         lease = None
         if bound.layout.bank is not None:
-            lease = bound.layout.bank.take() or await self._lease(bound.layout.bank, timeout)
+            lease = bound.layout.bank.take() or await self._lease(bound.layout.bank, deadline_ns)
             if bound.layout.writes:
                 input_slot = lease.place
             if bound.layout.owns_outputs:
@@ -148,8 +147,8 @@ class AsyncPlan:
         except BaseException:
             bound.live.pop(output_slot, None)
             raise
-        if timeout is not None:
-            pending.expire_after(timeout)
+        if deadline_ns:
+            pending.expire_at(deadline_ns)
         return pending
 
     def _claim(self, bound: Bound[AsyncLane], pending: AsyncPending) -> None:
@@ -165,28 +164,42 @@ class AsyncPlan:
             bound.channel.reap()  # the other request may have ended since the last look
         raise InferError(Code.INVALID_ARG, overlap)
 
-    async def _lease(self, bank: Bank, timeout: float | None) -> Lease:
+    async def _lease(self, bank: Bank, deadline_ns: int) -> Lease:
         """Await a place, first come, first served."""
         loop = asyncio.get_running_loop()
         called = asyncio.Event()
 
-        def turn() -> None:  # called from any thread, wherever an array was collected
+        def call() -> None:  # called from any thread, wherever an array was collected
             if not loop.is_closed():
                 loop.call_soon_threadsafe(called.set)
 
-        bank.waiters.append(turn)
+        bank.waiters.append(call)
         bank.call_next()
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(remaining_s(deadline_ns)):
                 while True:
                     await called.wait()
                     if (lease := bank.take_next()) is not None:
                         return lease
                     called.clear()
-                    bank.waiters.appendleft(turn)
+                    bank.waiters.appendleft(call)
         except TimeoutError:
             raise expired() from None
         finally:
             with contextlib.suppress(ValueError):
-                bank.waiters.remove(turn)
+                bank.waiters.remove(call)
             bank.call_next()  # there may be a place for the next one too
+
+
+@contextlib.asynccontextmanager
+async def turn(lock: asyncio.Lock, patience_s: float | None, what: str) -> AsyncIterator[None]:
+    """Hold `lock`. Raises InferError UNAVAILABLE when another task, which does `what`, has it for too long."""
+    try:
+        async with asyncio.timeout(patience_s):
+            await lock.acquire()
+    except TimeoutError:
+        raise InferError(Code.UNAVAILABLE, f"timeout expired while another task {what}") from None
+    try:
+        yield
+    finally:
+        lock.release()

@@ -23,7 +23,7 @@ from clientlib.channels import Lane, Lanes
 from clientlib.layout import PlanOutdated, RoomNeeded
 from clientlib.link import Bound, Link
 from clientlib.native import Native
-from clientlib.plans import Plan, check_timeout
+from clientlib.plans import Plan, check_timeout, deadline_ns_of
 from clientlib.recipe import Budget, Outputs, Slots, recipe
 from clientlib.region import MappedRegion, Region, TensorRef
 from clientlib.results import InferResult
@@ -170,11 +170,12 @@ class Client:
         """
         if parameters:
             check_parameters(parameters)
+        deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
         asked = Request(model, version, inputs, outputs)
         try:
-            return self._infer(asked, timeout, priority)
+            return self._infer(asked, deadline_ns, priority)
         except PlanOutdated:
-            return self._infer(asked, timeout, priority)
+            return self._infer(asked, deadline_ns, priority)
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -190,24 +191,24 @@ class Client:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def bind(self, plan: Plan, timeout: float | None) -> Bound[Lane]:
+    def bind(self, plan: Plan, deadline_ns: int) -> Bound[Lane]:
         """What this thread needs to submit requests of `plan`."""
-        return self._run(lambda link: self.native.bind(link, plan), timeout or RECONNECT_S)
+        return self._run_until(_ends(deadline_ns, RECONNECT_S), lambda link: self.native.bind(link, plan))
 
-    def grow(self, plan: Plan, needed: RoomNeeded, timeout: float | None) -> None:
+    def grow(self, plan: Plan, needed: RoomNeeded, deadline_ns: int) -> None:
         """Give an output of `plan` more room."""
-        self._run(lambda link: self.native.grow(link, plan, needed), timeout or CALL_S)
+        self._run_until(_ends(deadline_ns, CALL_S), lambda link: self.native.grow(link, plan, needed))
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    def _infer(self, asked: Request, timeout: float | None, priority: int) -> InferResult:
+    def _infer(self, asked: Request, deadline_ns: int, priority: int) -> InferResult:
         plan = self._automatic.find(asked.key)
         if plan is None:
             fresh = Plan(self, asked.recipe(BUDGET))
-            self._run(lambda link: self.native.prepare(link, fresh), timeout or CALL_S)
+            self._run_until(_ends(deadline_ns, CALL_S), lambda link: self.native.prepare(link, fresh))
             plan = self._automatic.keep(asked.key, fresh, fresh.places_byte_size)
         try:
-            return plan.infer_arrays(asked.values, timeout, priority)
+            return plan.infer_arrays(asked.values, deadline_ns, priority)
         except InferError as error:
             if isinstance(error, PlanOutdated) or error.code in ("NOT_FOUND", "INVALID_ARG"):
                 self._automatic.drop(asked.key, plan)  # the model or a region may have changed: look again next time
@@ -215,7 +216,9 @@ class Client:
 
     def _run(self, make: Callable[[Link[Lane]], Procedure[T]], timeout: float = CALL_S) -> T:
         check_timeout(timeout)
-        deadline = time.monotonic() + timeout
+        return self._run_until(time.monotonic() + timeout, make)
+
+    def _run_until(self, deadline: float, make: Callable[[Link[Lane]], Procedure[T]]) -> T:
         while True:
             self.native.check()
             link = self.native.link
@@ -233,7 +236,12 @@ class Client:
 
     def _connect(self, deadline: float, *, wait: bool) -> Link[Lane]:
         """The session, made anew unless another thread was faster. `wait`: for a broker that was there before."""
-        with self._connecting:
+        if not self._connecting.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise InferError(
+                Code.UNAVAILABLE,
+                f"timeout expired while another thread connects to the broker in {self.native.directory}",
+            )
+        try:
             until = min(deadline, time.monotonic() + RECONNECT_S) if wait else deadline
             while self.native.link is None:
                 session = SyncSession(self._dial(until, wait=wait), self.native.directory)
@@ -248,6 +256,8 @@ class Client:
                 else:
                     self.native.link = Link(self.native.lose, session, Lanes(welcome.max_channels))
             return self.native.link
+        finally:
+            self._connecting.release()
 
     def _dial(self, until: float, *, wait: bool) -> socket.socket:
         while True:
@@ -259,10 +269,16 @@ class Client:
                 if not wait:
                     raise absent.error from None
                 problem = absent.error
-            if time.monotonic() >= until:
+            remaining = until - time.monotonic()
+            if remaining <= 0:
                 raise problem
-            if self._closing.wait(RETRY_S):
+            if self._closing.wait(min(remaining, RETRY_S)):
                 self.native.check()
+
+
+def _ends(deadline_ns: int, patience_s: float) -> float:
+    """Until when (time.monotonic) what a request needs may take: its deadline, without one `patience_s`."""
+    return deadline_ns * 1e-9 if deadline_ns else time.monotonic() + patience_s
 
 
 def default_name(token: str) -> str:

@@ -67,15 +67,16 @@ class Plan:
         sequence_end: bool = False,
     ) -> InferResult:
         """Run the model and wait. Raises InferError; UNAVAILABLE at the deadline, even if the model runs on."""
+        deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
         try:
             pending = self._start(
-                timeout, input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end
+                deadline_ns, input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end
             )
             return self._finish(pending)
         except RoomNeeded as needed:
-            self._grow(needed, timeout)
+            self._client.grow(self, needed, deadline_ns)
         pending = self._start(
-            timeout, input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end
+            deadline_ns, input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end
         )
         return self._finish(pending)
 
@@ -91,15 +92,18 @@ class Plan:
         sequence_end: bool = False,
     ) -> Pending:
         """Send the request and return at once. Waits only while every slot of the channel is taken."""
-        return self._start(timeout, input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end)
+        deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
+        return self._start(
+            deadline_ns, input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end
+        )
 
-    def infer_arrays(self, values: Sequence[npt.NDArray[Any]], timeout: float | None, priority: int) -> InferResult:
+    def infer_arrays(self, values: Sequence[npt.NDArray[Any]], deadline_ns: int, priority: int) -> InferResult:
         """Copy `values` into a place of the client's own and run. For plans that `Client.infer` makes."""
         try:
-            return self._finish(self._start(timeout, 0, None, 0, priority, 0, False, False, values))
+            return self._finish(self._start(deadline_ns, 0, None, 0, priority, 0, False, False, values))
         except RoomNeeded as needed:
-            self._grow(needed, timeout)
-        return self._finish(self._start(timeout, 0, None, 0, priority, 0, False, False, values))
+            self._client.grow(self, needed, deadline_ns)
+        return self._finish(self._start(deadline_ns, 0, None, 0, priority, 0, False, False, values))
 
     @property
     def places_byte_size(self) -> int:
@@ -116,15 +120,15 @@ class Plan:
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    def _bind(self, timeout: float | None) -> Bound[Lane]:
+    def _bind(self, deadline_ns: int) -> Bound[Lane]:
         local = self._local  # before asking: what replaces it meanwhile must not be undone
-        bound = self._client.bind(self, timeout)
+        bound = self._client.bind(self, deadline_ns)
         local.bound = bound
         return bound
 
     def _start(
         self,
-        timeout: float | None,
+        deadline_ns: int,
         input_slot: int,
         output_slot: int | None,
         rows: int,
@@ -134,11 +138,10 @@ class Plan:
         sequence_end: bool,
         values: Sequence[npt.NDArray[Any]] = (),
     ) -> Pending:
-        deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
         try:
             bound = self._local.bound
         except AttributeError:
-            bound = self._bind(timeout)
+            bound = self._bind(deadline_ns)
         flags = 0
         if rows or priority or sequence_id or sequence_start or sequence_end:
             flags = check_options(rows, priority, sequence_id, sequence_start, sequence_end)
@@ -274,14 +277,16 @@ class Plan:
                     "results, or connect(slots=) with more",
                 )
 
-    def _grow(self, needed: RoomNeeded, timeout: float | None) -> None:
-        self._client.grow(self, needed, timeout)
-
 
 def deadline_ns_of(timeout: float) -> int:
     """The deadline that a submission carries. Raises InferError for what is no timeout."""
     check_timeout(timeout)
     return _now_ns() + int(timeout * 1e9)
+
+
+def remaining_s(deadline_ns: int) -> float | None:
+    """Seconds until the deadline of a submission; None when it has none."""
+    return (deadline_ns - _now_ns()) * 1e-9 if deadline_ns else None
 
 
 def check_timeout(timeout: float) -> None:

@@ -18,6 +18,7 @@ from shm import sockets
 from shm.errors import InferError, ProtocolError
 
 T = TypeVar("T")
+LONGEST_POLL_MS = 3_600_000  # poll() takes 24 days at most; whoever waits looks again after it
 
 
 @final
@@ -118,12 +119,17 @@ class SyncSession:
             try:
                 return sockets.send(self._sock, data, call.fds)
             except BlockingIOError:
-                # The broker is behind with reading. The lock stays taken: nobody else could send either.
+                # The broker is behind with reading.
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise self._session.late(call, 0) from None
                 writable = select.poll()
                 writable.register(self._sock, select.POLLOUT)
-                remaining = deadline - time.monotonic()
-                if remaining <= 0 or not writable.poll(remaining * 1000):
-                    raise self._session.late(call, 0) from None
+                self._changed.release()  # nobody else can send either, but others' deadlines may be earlier
+                try:
+                    writable.poll(min(remaining * 1000, LONGEST_POLL_MS))
+                finally:
+                    self._changed.acquire()
             except OSError:
                 self._session.end()
                 assert self._session.lost is not None
@@ -141,7 +147,7 @@ class SyncSession:
         received: tuple[bytes, list[int]] | None = (b"", [])
         problem = "went away"
         try:
-            if self._poller.poll(timeout_s * 1000):
+            if self._poller.poll(min(timeout_s * 1000, LONGEST_POLL_MS)):
                 received = sockets.receive(self._sock)
         except BlockingIOError:
             pass

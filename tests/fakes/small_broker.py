@@ -137,6 +137,7 @@ class SmallBroker:
         self.starting = False  # greet nobody
         self.completed = 0
         self.calls: list[str] = []
+        self.deadlines: list[int] = []  # of the submissions, as they came
         self.answers: dict[str, Callable[[Any], Any]] = {}  # what to answer instead, by type of request
         self._held: list[Request] = []
         self._generation = 0
@@ -224,6 +225,7 @@ class SmallBroker:
             os.eventfd_read(channel.bell)
         out: list[Request] = []
         notable = channel.take(64, time.monotonic_ns(), out)
+        self.deadlines += [request.deadline for request in out]
         for request, was_admitted in notable:
             if was_admitted:
                 request.fail(Code.CANCELLED, "the request was cancelled")
