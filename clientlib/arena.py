@@ -72,7 +72,12 @@ class Store:
 
     def add(self, region: MappedRegion) -> None:
         """A new chunk."""
-        self._chunks = [chunk for chunk in self._chunks if not chunk.region.retired] + [Chunk(region)]
+        # Step by step, each of them atomic: other threads add too.
+        for chunk in tuple(self._chunks):
+            if chunk.region.retired:
+                with contextlib.suppress(ValueError):
+                    self._chunks.remove(chunk)
+        self._chunks.append(Chunk(region))
 
     def regions(self) -> list[MappedRegion]:
         """The regions of all chunks, to be registered again after a restart of the broker."""

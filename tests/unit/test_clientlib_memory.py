@@ -25,6 +25,26 @@ class TestArena:
         assert block is not None
         return Bank(block, places), store
 
+    def test_a_chunk_added_while_another_thread_adds_one(self):
+        store = Store()
+        second, third = region(name="second"), region(name="third")
+
+        class First:
+            byte_size = 4096
+            looks = 0
+
+            @property
+            def retired(self):  # `add` looks at the chunks there are, and the other thread comes between
+                self.looks += 1
+                if self.looks == 1:
+                    store.add(second)
+                return ""
+
+        first = First()
+        store.add(first)
+        store.add(third)
+        assert {id(each) for each in store.regions()} == {id(first), id(second), id(third)}
+
     def test_places_come_back_when_their_arrays_go(self):
         bank, _ = self.bank(2)
         first, second = bank.take(), bank.take()
