@@ -14,6 +14,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterator, Sequence
+from typing import final
 
 from shm.errors import ProtocolError
 from shm.messages import MAX_DATAGRAM
@@ -23,6 +24,18 @@ MAX_PATH = 107  # sun_path is 108 bytes with its terminating zero
 SO_PEERPIDFD = 77  # asm-generic/socket.h, since Linux 6.5
 _RECEIVE = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
 _ANCILLARY = socket.CMSG_SPACE(MAX_FDS * 4)
+
+
+@final
+class DescriptorsLost(ProtocolError):
+    """The descriptors of a datagram did not all arrive, and those that did are closed. Its `data` is whole."""
+
+    def __init__(self, message: str, data: bytes = b"") -> None:
+        super().__init__(message)
+        self.data = data
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.message, self.data))
 
 
 def seqpacket() -> socket.socket:
@@ -61,8 +74,8 @@ def send(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> None:
 def receive(sock: socket.socket) -> tuple[bytes, list[int]] | None:
     """One datagram and its descriptors (close-on-exec, owned by the caller), or None at end of file.
 
-    Raises BlockingIOError when nothing is there, ProtocolError when the datagram or its descriptors were cut short
-    (whatever arrived of them is closed).
+    Raises BlockingIOError when nothing is there, ProtocolError when the datagram was cut short, DescriptorsLost when
+    only its descriptors were (whatever arrived of them is closed).
     """
     try:
         data, ancillary, flags, _ = sock.recvmsg(MAX_DATAGRAM, _ANCILLARY, _RECEIVE)
@@ -78,9 +91,10 @@ def receive(sock: socket.socket) -> tuple[bytes, list[int]] | None:
         close_all(fds)
         if flags & socket.MSG_TRUNC:
             raise ProtocolError(f"a datagram is longer than {MAX_DATAGRAM} bytes")
-        raise ProtocolError(
+        raise DescriptorsLost(
             f"the descriptors of a datagram were cut short: at most {MAX_FDS} travel with one, and this process must"
-            " have as many free (RLIMIT_NOFILE)"
+            " have as many free (RLIMIT_NOFILE)",
+            data,
         )
     if not data:  # indistinguishable from end of file; nobody who follows the protocol sends it
         close_all(fds)

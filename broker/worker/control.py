@@ -7,6 +7,7 @@ behind a model that takes a minute to load.
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import sys
@@ -16,7 +17,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import final
 
-from broker.worker import messages
+from broker.worker import link, messages
 from broker.worker.link import Link
 from broker.worker.loop import DEPOSE_NS, Loop
 from broker.worker.models import ModelTable
@@ -37,8 +38,8 @@ _now = time.monotonic_ns
 class Control:
     """One per process; `run` is the main thread's loop."""
 
-    def __init__(self, link: Link, page: StatisticsPage, own_block: int) -> None:
-        self._link = link
+    def __init__(self, to_broker: Link, page: StatisticsPage, own_block: int) -> None:
+        self._link = to_broker
         self._page = page
         self._watch_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._loop = Loop(page.block(own_block), self._report_broken, self._watch_fd)
@@ -83,12 +84,11 @@ class Control:
             name = type(message).__name__
             answer = getattr(self, f"_on_{name}")(message, fds)
         except InferError as error:
-            self._link.send(messages.Refused(id=message.id, code=error.code, message=error.message))
+            self._refuse(message.id, error)
         except Exception as error:
-            traceback.print_exc()
-            self._link.send(
-                messages.Refused(id=message.id, code="INTERNAL", message=f"{type(error).__name__}: {error}")
-            )
+            if not _full(error):
+                traceback.print_exc()
+            self._refuse(message.id, error)
         else:
             if answer:
                 self._acknowledge(message.id)
@@ -97,6 +97,14 @@ class Control:
 
     def _acknowledge(self, number: int) -> None:
         self._link.send(messages.Acknowledged(id=number))
+
+    def _refuse(self, number: int, error: BaseException) -> None:
+        code, text = "INTERNAL", f"{type(error).__name__}: {error}"
+        if isinstance(error, InferError):
+            code, text = error.code, error.message
+        elif _full(error):
+            code, text = "UNAVAILABLE", link.no_descriptors()
+        self._link.send(messages.Refused(id=number, code=code, message=text))
 
     def _when(self, ready: Callable[[], bool], then: Callable[[], None]) -> None:
         """Do `then` once `ready`, looked at every few milliseconds."""
@@ -135,12 +143,8 @@ class Control:
         def body() -> None:
             try:
                 work()
-            except InferError as error:
-                self._link.send(messages.Refused(id=number, code=error.code, message=error.message))
             except BaseException as error:  # a model's own code may exit: that must be answered like anything else
-                self._link.send(
-                    messages.Refused(id=number, code="INTERNAL", message=f"{type(error).__name__}: {error}")
-                )
+                self._refuse(number, error)
             else:
                 self._acknowledge(number)
 
@@ -285,3 +289,8 @@ class Control:
         self._loop.wake()
         self._when(taken, close)
         return False
+
+
+def _full(error: BaseException) -> bool:
+    """Has this process, or the machine, no descriptor left?"""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)

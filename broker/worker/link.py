@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import socket
 import threading
 from typing import final
 
-from broker.worker.messages import LinkMessage, ToWorker, decode_to_worker, encode
+from broker.worker.messages import LinkMessage, Refused, ToWorker, decode_to_worker, encode
 from shm import sockets
 
 SEND_MS = 10_000
@@ -44,12 +45,26 @@ class Link:
                     os._exit(0)  # the broker is gone, and so is every reason to be here
 
     def receive(self) -> tuple[ToWorker, list[int]] | None:
-        """The next message and its descriptors, or None when none is there. Exits when the broker is gone."""
-        try:
-            received = sockets.receive(self._socket)
-        except BlockingIOError:
-            return None
-        if received is None:
-            os._exit(0)
-        data, fds = received
-        return decode_to_worker(data), fds
+        """The next message and its descriptors, or None when none is there. Exits when the broker is gone.
+
+        A message that came without its descriptors, because this process has no room for them, is refused here.
+        """
+        while True:
+            try:
+                received = sockets.receive(self._socket)
+            except BlockingIOError:
+                return None
+            except sockets.DescriptorsLost as lost:
+                number = decode_to_worker(lost.data).id
+                self.send(Refused(id=number, code="UNAVAILABLE", message=no_descriptors()))
+                continue
+            if received is None:
+                os._exit(0)
+            data, fds = received
+            return decode_to_worker(data), fds
+
+
+def no_descriptors() -> str:
+    """What a client is told when this process has no descriptor left for what it asks."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return f"the worker has no descriptor left for this ({limit} allowed): raise RLIMIT_NOFILE or unregister regions"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from broker.worker import messages
 from shm import statistics
 from shm.errors import Code, InferError
 from tests.fakes.broker import eventually
+from tests.fakes.loaded import Memory
 from tests.fakes.lone_worker import SIZE, WAIT, Gate, LoneWorker, Session, counted
 
 
@@ -255,3 +258,30 @@ def test_a_session_that_is_refused_for_a_while(worker, gate, session):
     assert plan.infer(1) == 2
     eventually(lambda: counted(block) == (1, 1, 0, 0))
     unload(worker, config)
+
+
+def test_a_worker_without_descriptors_refuses_what_needs_some_and_goes_on(worker, gate, session):
+    config = gate.config()
+    worker.load(config)
+    plan = session.bind(config)
+    limits = resource.prlimit(worker.pid, resource.RLIMIT_NOFILE)
+    more = Memory(kind="system")
+    for room in range(4):  # for none, for the message's, for the mapping's, for all three
+        resource.prlimit(worker.pid, resource.RLIMIT_NOFILE, (_next_descriptor(worker.pid, room), limits[1]))
+        if room < 3:
+            with pytest.raises(InferError, match=r"RLIMIT_NOFILE|Too many open files") as refused:
+                worker.add_region(more)
+            assert refused.value.code == "UNAVAILABLE"
+        else:
+            worker.add_region(more)
+        assert plan.infer(1) == 2
+    resource.prlimit(worker.pid, resource.RLIMIT_NOFILE, limits)
+    worker.retire_region(more)
+    os.close(more.fd)
+
+
+def _next_descriptor(pid: int, room: int) -> int:
+    """The limit that leaves a process room for so many descriptors more."""
+    taken = {int(fd) for fd in os.listdir(f"/proc/{pid}/fd")}
+    free = [fd for fd in range(max(taken) + 5) if fd not in taken]
+    return free[room]

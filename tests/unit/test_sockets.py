@@ -18,6 +18,7 @@ from shm.messages import MAX_DATAGRAM
 from shm.sockets import (
     MAX_FDS,
     SO_PEERPIDFD,
+    DescriptorsLost,
     address,
     close_all,
     peer_credentials,
@@ -164,11 +165,12 @@ def test_a_receiver_out_of_descriptors_gets_an_error_and_keeps_none(pair, null):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))  # not one more
-        with pytest.raises(ProtocolError, match="RLIMIT_NOFILE"):
+        with pytest.raises(DescriptorsLost, match="RLIMIT_NOFILE") as raised:
             receive(right)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert descriptors() == before
+    assert raised.value.data == b"two"
 
 
 def test_no_descriptor_leaks_whatever_a_peer_sends(pair, null):

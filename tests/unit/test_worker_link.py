@@ -1,0 +1,53 @@
+"""The worker's end of its link: what comes without its descriptors is refused, and the next message is read."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from broker.worker import messages
+from broker.worker.link import Link
+from shm import sockets
+
+ATTACH = messages.AttachChannel(id=7, channel=1, session=1, slots=1, recover=False)
+
+
+@pytest.fixture
+def broker() -> Iterator[tuple[socket.socket, Link]]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        yield ours, Link(theirs)
+
+
+@pytest.mark.parametrize("room", [0, 1, 3])
+def test_a_message_that_lost_its_descriptors_is_refused_by_its_number(broker, room):
+    ours, link = broker
+    null = os.open(os.devnull, os.O_RDONLY)
+    before = os.listdir("/proc/self/fd")
+    sockets.send(ours, messages.encode(ATTACH), [null] * 4)
+    sockets.send(ours, messages.encode(messages.DetachChannel(id=8, channel=1)))
+    free = [os.dup(null) for _ in range(room + 1)]
+    sockets.close_all(free)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1], limits[1]))
+        received = link.receive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert received == (messages.DetachChannel(id=8, channel=1), [])
+    answer = sockets.receive(ours)
+    assert answer is not None
+    refused = messages.decode_to_broker(answer[0])
+    assert isinstance(refused, messages.Refused)
+    assert (refused.id, refused.code) == (7, "UNAVAILABLE")
+    assert "RLIMIT_NOFILE" in refused.message
+    assert os.listdir("/proc/self/fd") == before
+    sockets.send(ours, messages.encode(ATTACH), [null] * 4)
+    received = link.receive()
+    assert received is not None
+    assert len(received[1]) == 4
+    sockets.close_all([null, *received[1]])
