@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from shm.client_channel import LATE_MS, SLEEP_MS
 from shm.errors import Code
 from shm.layout import ARMED, FINAL, WAITING
 from tests.fakes.channel import PLAN, Plan, Twin, submit, take
@@ -155,7 +156,7 @@ def test_a_wake_up_by_the_bound_with_work_present_is_counted_unless_the_ring_was
 
     client._poller = Deaf()
     client.wait(3600)
-    assert sleeps == [50, 100]
+    assert sleeps == [SLEEP_MS, LATE_MS]
     assert client.lost_wakeups == (not late)
     assert client.reap() == 1
 
