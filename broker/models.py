@@ -27,7 +27,10 @@ from shm.errors import Code, InferError
 from shm.messages import ModelMetadata, TensorMetadata
 
 LOADING, READY, UNLOADING, UNAVAILABLE = "LOADING", "READY", "UNLOADING", "UNAVAILABLE"
-NOT_EXPLICIT = "explicit model load / unload is not allowed if polling is enabled"
+NOT_EXPLICIT = (
+    "explicit model load / unload is not allowed if polling is enabled: start the broker with "
+    "--model-control-mode=explicit"
+)
 
 _log = logging.getLogger(__name__)
 
@@ -104,8 +107,6 @@ class Models:
             match result:
                 case Plan():
                     total = len(result.models)
-                    for error in result.errors:
-                        _log.error("%s", error)
                     report(done, total)
                 case LoadFailure():
                     self._failed(result)
@@ -126,8 +127,8 @@ class Models:
         result = found[-1]
         polled = f"failed to load '{model}', failed to poll from model repository"
         if isinstance(result, LoadFailure):
-            if result.reason == polled:  # no such model: nothing to remember
-                raise InferError(Code.INTERNAL, polled)
+            if result.reason.startswith(polled):  # no such model: nothing to remember
+                raise InferError(Code.INTERNAL, result.reason)
             self._failed(result)
             raise InferError(Code.INTERNAL, f"{polled}: {result.reason}")
         assert isinstance(result, ModelConfig), "a result for every model"
@@ -151,6 +152,8 @@ class Models:
 
     async def _serve(self, config: ModelConfig) -> dict[int, str]:
         """Load every version of `config`, then unload the others. Returns why versions failed."""
+        for note in config.notes:
+            _log.warning("model '%s': %s", config.name, note)
         model = self._models.setdefault(config.name, _Model())
         async with model.turn:
             model.failure = "" if config.versions else "Not loaded: No model version was found"
@@ -170,7 +173,8 @@ class Models:
         try:
             instances = sum(group.count for group in config.instance_group)
             worker = self._workers.start(f"cpu/{config.worker_group}")
-            await worker.load(config, number, generation, self._blocks((config.name, number), instances))
+            blocks = self._blocks((config.name, number), instances, worker.key)
+            await worker.load(config, number, generation, blocks)
         except InferError as error:
             _log.error("failed to load '%s' version %d: %s", config.name, number, error.message)
             if not serving:
@@ -194,15 +198,15 @@ class Models:
             _log.error("failed to unload '%s' version %d: %s", model, number, error.message)
         version.state, version.reason = UNAVAILABLE, "unloaded"
 
-    def _blocks(self, owner: tuple[str, int], count: int) -> tuple[int, ...]:
+    def _blocks(self, owner: tuple[str, int], count: int, worker: str) -> tuple[int, ...]:
         """Statistics blocks, if need be those of versions that do not serve any more."""
         blocks = self._workers.blocks
         for name, number, version in self._versions():
-            if blocks.has_room(owner, count):
+            if blocks.has_room(owner, count, worker):
                 break
             if not version.generation and version.state != LOADING:
-                blocks.give_back((name, number))
-        return blocks.take(owner, count)
+                self._workers.give_back((name, number))
+        return blocks.take(owner, count, worker)
 
     def _need_explicit(self) -> None:
         if not self._explicit:

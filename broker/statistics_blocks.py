@@ -1,7 +1,8 @@
 """Who has which block of the statistics page, and the counters added up in Triton's form.
 
 `broker.workers` takes a block per worker, `broker.models` one per model instance. A block stays with its owner over
-reloads and worker deaths, so that counters only grow.
+reloads and worker deaths, so that counters only grow. No two workers write to one: a model that moves to another worker
+gets blocks for it there, while requests that were accepted may still run in the first.
 """
 
 from __future__ import annotations
@@ -47,18 +48,21 @@ class StatisticsBlocks:
     def __init__(self, page: StatisticsPage) -> None:
         self.page = page
         self._free = list(range(BLOCKS - 1, -1, -1))
-        self._blocks: dict[Owner, list[int]] = {}
+        self._blocks: dict[Owner, dict[str, list[int]]] = {}  # by the worker that writes to them
         self._owners: dict[int, Owner] = {}
 
-    def has_room(self, owner: Owner, count: int) -> bool:
+    def has_room(self, owner: Owner, count: int, worker: str = "") -> bool:
         """Would `take` succeed?"""
-        return count - len(self._blocks.get(owner, ())) <= len(self._free)
+        return count - len(self._blocks.get(owner, {}).get(worker, ())) <= len(self._free)
 
-    def take(self, owner: Owner, count: int) -> tuple[int, ...]:
-        """The first `count` blocks of `owner`, those it had before among them. Raises InferError UNAVAILABLE."""
-        blocks = self._blocks.setdefault(owner, [])
+    def take(self, owner: Owner, count: int, worker: str = "") -> tuple[int, ...]:
+        """The first `count` blocks of `owner` in this worker, those it had before among them.
+
+        Raises InferError UNAVAILABLE.
+        """
+        blocks = self._blocks.setdefault(owner, {}).setdefault(worker, [])
         missing = count - len(blocks)
-        if not self.has_room(owner, count):
+        if not self.has_room(owner, count, worker):
             raise InferError(
                 Code.UNAVAILABLE,
                 f"no room for {missing} more statistics blocks: all models' instances and workers together have at "
@@ -70,12 +74,14 @@ class StatisticsBlocks:
             blocks.append(block)
         return tuple(blocks[:count])
 
-    def give_back(self, owner: Owner) -> None:
-        """Forget an owner and its counters."""
-        for block in self._blocks.pop(owner, []):
+    def give_back(self, owner: Owner) -> list[int]:
+        """Forget an owner and its counters. Returns the blocks that are free now."""
+        blocks = [block for held in self._blocks.pop(owner, {}).values() for block in held]
+        for block in blocks:
             del self._owners[block]
             self.page.words[block * BLOCK : (block + 1) * BLOCK] = memoryview(bytes(BLOCK * 8)).cast("Q")
             self._free.append(block)
+        return blocks
 
     def owner(self, block: int) -> Owner:
         """Whose block it is."""
@@ -89,7 +95,7 @@ class StatisticsBlocks:
 
     def model_stats(self, model: str, version: int) -> dict[str, Any]:
         """One entry of Triton's `model_stats` (durations in ns), with our own keys beside it."""
-        blocks = [self.page.block(block) for block in self._blocks.get((model, version), ())]
+        blocks = [self.page.block(block) for held in self._blocks.get((model, version), {}).values() for block in held]
 
         def total(word: int) -> int:
             return sum(block[word] for block in blocks)

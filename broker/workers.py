@@ -104,6 +104,12 @@ class Workers:
             worker.quarantine(region, generation)
         self.on_region_shrunk(region, generation)
 
+    def give_back(self, owner: tuple[str, int]) -> None:
+        """Free the statistics blocks of a model version that nothing serves: they tell nothing of it any more."""
+        for block in self.blocks.give_back(owner):
+            for worker in self:
+                worker.instances.pop(block, None)
+
     async def stop(self, timeout: float) -> None:  # noqa: ASYNC109  one deadline for all workers, then they are killed
         """Drain every worker; kill what has not ended after `timeout` seconds; then the zygote. Leaves nothing."""
         self._stopping = True

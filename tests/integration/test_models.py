@@ -104,6 +104,26 @@ async def test_lookups_fail_with_tritons_texts(tmp_path: Path) -> None:
 
 
 @in_loop
+async def test_a_model_that_moves_to_another_worker_is_watched_there(tmp_path: Path) -> None:
+    group = 'parameters { key: "worker_group" value { string_value: "%s" } }\n'
+    limit = 'parameters { key: "hang_timeout_s" value { string_value: "%s" } }\n'
+    write_model(tmp_path, "m", add1(), config=group % "first" + limit % "1")
+    async with serving(tmp_path) as models:
+        await models.load("m")
+        first = models.worker_for("m", "1")
+        write_model(tmp_path, "m", add1(), config=group % "second" + limit % "60")
+        await models.load("m")
+        second = models.worker_for("m", "1")
+        assert (first.key, second.key) == ("cpu/first", "cpu/second")
+        assert set(first.instances).isdisjoint(second.instances)
+        assert list(second.instances.values()) == [60.0]
+        await models.unload("m")
+        models._workers.give_back(("m", 1))
+        assert not first.instances
+        assert not second.instances
+
+
+@in_loop
 async def test_load_reload_and_unload(tmp_path: Path) -> None:
     write_model(tmp_path, "m", add1())
     async with serving(tmp_path) as models:

@@ -27,6 +27,19 @@ def test_blocks_stay_with_their_owner(blocks):
     assert {blocks.owner(block) for block in grown} == {("m", 1)}
 
 
+def test_two_workers_never_share_a_block_and_counters_move_along(blocks):
+    here = blocks.take(("m", 1), 2, "cpu/default")
+    there = blocks.take(("m", 1), 2, "cpu/other")
+    assert set(here).isdisjoint(there)
+    assert blocks.take(("m", 1), 2, "cpu/default") == here
+    for block in (*here, *there):
+        blocks.page.block(block)[words.INFERENCES] = 3
+    assert blocks.model_stats("m", 1)["inference_count"] == 12
+    assert blocks.has_room(("m", 1), 2, "cpu/other")
+    assert not blocks.has_room(("m", 1), BLOCKS - 3, "cpu/third")
+    assert sorted(blocks.give_back(("m", 1))) == sorted((*here, *there))
+
+
 def test_no_room_is_said_with_numbers_and_changes_nothing(blocks):
     blocks.take(("m", 1), BLOCKS - 2)
     assert blocks.has_room(("n", 1), 2)
