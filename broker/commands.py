@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from broker.repository.check import check
-from broker.repository.config import LoadFailure, ModelConfig
-from broker.tables import ascii_table
+from broker.repository.config import LoadFailure
+from broker.repository.scan import misplaced, scan
+from broker.tables import ascii_table, printable
 from shm import sockets
-from shm.errors import InferError, ProtocolError
+from shm.errors import Code, InferError, ProtocolError
 from shm.messages import (
     PROTOCOL,
     Failure,
@@ -161,22 +162,27 @@ def check_repositories(repositories: Sequence[str], *, strict: bool) -> int:
             rows += versions or [(result.name, "-", "Not loaded: No model version was found")]
             notes += [f"{result.name}: {note}" for note in result.notes]
     print(ascii_table(("Model", "Version", "Status"), rows))
-    for note in notes:
-        print(note)
+    for note in (*notes, *filter(None, map(misplaced, repositories))):
+        print(printable(note))
     return 0 if rows and all(status == "OK" for _, _, status in rows) else 1
 
 
 def explain(repositories: Sequence[str], model: str) -> int:
     """Print the final configuration of one model as JSON, with the zero-copy verdict of every input."""
     try:
-        results = {result.name: result for result in check(repositories)}
+        found = scan(repositories)
+        known = sorted({*found.models, *found.failures})
+        if model not in known:
+            reasons = (*found.errors.values(), *filter(None, map(misplaced, repositories)))
+            raise InferError(
+                Code.NOT_FOUND,
+                "\n".join((f"no model '{model}' in the repository; there are: {', '.join(known) or 'none'}", *reasons)),
+            )
+        result = next(result for result in check(repositories, models=(model,)) if result.name == model)
+        if isinstance(result, LoadFailure):
+            raise InferError(Code.INVALID_ARG, result.reason)
     except InferError as error:
-        print(error, file=sys.stderr)
-        return 1
-    result = results.get(model)
-    if not isinstance(result, ModelConfig):
-        known = ", ".join(sorted(results)) or "none"
-        print(result.reason if result else f"no model '{model}' in the repository; there are: {known}", file=sys.stderr)
+        print(printable(error.message), file=sys.stderr)
         return 1
     document = {
         "config": json.loads(result.json),

@@ -27,6 +27,7 @@ from broker.plans import Plans
 from broker.quota import MAX_REGIONS, Quota
 from broker.registry import Registry
 from broker.repository.protocol import LoadRequest
+from broker.repository.scan import misplaced, unreadable
 from broker.run_directory import RunDirectory, RunDirectoryError
 from broker.statistics_blocks import StatisticsBlocks
 from broker.status import StatusDocument
@@ -121,6 +122,14 @@ class Server:
 
     async def _start(self) -> str:
         """Load the models, or be told to stop meanwhile. Returns why the server cannot be, "" if it can."""
+        for repository in self._options.model_repository:
+            if hint := misplaced(repository):
+                log.warning("%s", hint)
+        if errors := unreadable(self._options.model_repository):
+            if self._options.exit_on_error:
+                return f"error: creating server: Internal - {'; '.join(errors)}"
+            for error in errors:
+                log.error("%s", error)
         load = asyncio.create_task(self._models.start(self._control.report), name="start-up load")
         stop = asyncio.create_task(self._stop.wait())
         await asyncio.wait((load, stop), return_when=asyncio.FIRST_COMPLETED)
@@ -136,7 +145,10 @@ class Server:
         if self._options.log_info:
             print(self._models.table(), file=sys.stderr, flush=True)
         if self._options.exit_on_error and any(model.state == UNAVAILABLE for model in self._models.all()):
-            return "error: creating server: Internal - failed to load all models"
+            return (
+                "error: creating server: Internal - failed to load all models (--exit-on-error=false serves those that "
+                "can be loaded)"
+            )
         return ""
 
     async def _shut_down(self) -> bool:

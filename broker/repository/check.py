@@ -26,16 +26,17 @@ _CHUNK = 1 << 16
 def check(
     repositories: Sequence[str],
     *,
+    models: Sequence[str] = (),
     strict: bool = False,
     command: Sequence[str] = LOADER_COMMAND,
     silence_s: float = SILENCE_S,
 ) -> list[ModelConfig | LoadFailure]:
-    """The outcome per model, in name order. An unreadable repository is a failure under its own path.
+    """The outcome per model (`models` empty: all), in name order. An unreadable repository fails under its own path.
 
     A loader (`command`) that dies, or says nothing for `silence_s`, costs the model it was reading; the rest goes to
     a new one. Raises InferError INTERNAL when the loader cannot run at all.
     """
-    request = LoadRequest(repositories=tuple(repositories), strict=strict)
+    request = LoadRequest(repositories=tuple(repositories), models=tuple(models), strict=strict)
     results: dict[str, ModelConfig | LoadFailure] = {}
     while True:
         run, how = _run(request, command, silence_s)

@@ -6,6 +6,7 @@ path it returns lies inside the repository after all symbolic links are followed
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from shm.errors import Code, InferError
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,254}")
 _VERSION = re.compile(r"[0-9]{1,19}")
 _MAX_VERSION = 2**63 - 1
+_MODEL_FILES = frozenset({".onnx", ".plan", ".pt", ".pt2", ".savedmodel", ".graphdef", ".xml"})
 _NEVER_VERSIONS = frozenset({"configs", "warmup", "initial_state"})  # Triton's names for other things
 
 
@@ -75,11 +77,9 @@ def scan(repositories: Sequence[str]) -> Repositories:
     failures: dict[str, str] = {}
     errors: dict[str, str] = {}
     for repository in dict.fromkeys(repositories):
-        try:
-            root = os.path.realpath(repository)
-            names = _subdirectories(root)
-        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-            errors[repository] = f"failed to read model repository {repository!r}: {getattr(error, 'strerror', error)}"
+        root, names, problem = _list(repository)
+        if problem:
+            errors[repository] = problem
             continue
         for name in names:
             try:
@@ -99,6 +99,29 @@ def scan(repositories: Sequence[str]) -> Repositories:
     return Repositories(models, failures, errors)
 
 
+def unreadable(repositories: Sequence[str]) -> list[str]:
+    """Why repositories cannot be read at all: one sentence each."""
+    return [error for _, _, error in map(_list, dict.fromkeys(repositories)) if error]
+
+
+def misplaced(repository: str) -> str:
+    """Why a readable repository seems to hold no models, or "": as a sentence that says what it should look like."""
+    root, names, error = _list(repository)
+    if error:
+        return ""
+    layout = f"expected {os.path.join(root, '<model>', '<version>', 'model.onnx')}"
+    versions = [name for name in names if _VERSION.fullmatch(name) and _model_files(os.path.join(root, name))]
+    if versions or os.path.isfile(os.path.join(root, "config.pbtxt")):
+        return (
+            f"{root} is a model's own directory, not a model repository: give the directory above it, "
+            f"{os.path.dirname(root)}"
+        )
+    if names:
+        return ""
+    found = f" ({', '.join(files[:3])} directly in it)" if (files := _model_files(root)) else ""
+    return f"{root} has no model directory{found}: {layout}"
+
+
 def list_versions(model: ModelDirectory) -> Versions:
     """List the version directories of one model. Raises OSError when the model's directory cannot be read."""
     paths: dict[int, str] = {}
@@ -116,6 +139,21 @@ def list_versions(model: ModelDirectory) -> Versions:
         else:
             paths[int(name)] = os.path.realpath(path)
     return Versions(dict(sorted(paths.items())), tuple(ignored))
+
+
+def _model_files(path: str) -> list[str]:
+    with contextlib.suppress(OSError):
+        return sorted(name for name in os.listdir(path) if os.path.splitext(name)[1] in _MODEL_FILES)
+    return []
+
+
+def _list(repository: str) -> tuple[str, list[str], str]:
+    """Its real path, the names of its directories, and why it cannot be read."""
+    try:
+        root = os.path.realpath(repository)
+        return root, _subdirectories(root), ""
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        return "", [], f"failed to read model repository {repository!r}: {getattr(error, 'strerror', error)}"
 
 
 def _subdirectories(path: str) -> list[str]:

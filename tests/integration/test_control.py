@@ -84,7 +84,8 @@ def test_models_are_described(broker):
     failure = client.ask("LoadModel", model="add1")
     assert (failure["code"], failure["message"]) == (
         "UNAVAILABLE",
-        "explicit model load / unload is not allowed if polling is enabled",
+        "explicit model load / unload is not allowed if polling is enabled: start the broker with "
+        "--model-control-mode=explicit",
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.repository.scan import ModelDirectory, check_model_name, list_versions, scan
+from broker.repository.scan import ModelDirectory, check_model_name, list_versions, misplaced, scan, unreadable
 from shm.errors import InferError
 
 
@@ -126,3 +126,31 @@ def test_versions(tmp_path):
 def test_a_directory_that_vanished(tmp_path):
     with pytest.raises(FileNotFoundError):
         list_versions(ModelDirectory("m", str(tmp_path / "m"), str(tmp_path)))
+
+
+def test_a_repository_that_is_none_says_what_it_seems_to_be(tmp_path):
+    assert misplaced(str(tmp_path / "missing")) == ""
+    assert misplaced(str(tmp_path)) == (
+        f"{tmp_path} has no model directory: expected {tmp_path}/<model>/<version>/model.onnx"
+    )
+    (tmp_path / "net.onnx").write_text("")
+    assert misplaced(str(tmp_path)).startswith(f"{tmp_path} has no model directory (net.onnx directly in it): ")
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "m" / "1" / "model.onnx").write_text("")
+    assert misplaced(str(tmp_path)) == ""
+    assert misplaced(str(tmp_path / "m")) == (
+        f"{tmp_path}/m is a model's own directory, not a model repository: give the directory above it, {tmp_path}"
+    )
+
+
+def test_a_repository_of_models_with_numbers_for_names_is_one(tmp_path):
+    (tmp_path / "7" / "1").mkdir(parents=True)
+    (tmp_path / "7" / "1" / "model.onnx").write_text("")
+    assert misplaced(str(tmp_path)) == ""
+
+
+def test_repositories_that_cannot_be_read_are_named_once(tmp_path):
+    missing = str(tmp_path / "missing")
+    assert unreadable([str(tmp_path), missing, missing]) == [
+        f"failed to read model repository '{missing}': No such file or directory"
+    ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from typing import BinaryIO
 
 from broker.repository.config import LoadFailure
@@ -23,7 +24,7 @@ from broker.repository.protocol import (
     decode_request,
     frame,
 )
-from broker.repository.scan import ModelDirectory, scan
+from broker.repository.scan import Repositories, scan
 from shm.errors import InferError
 
 _log = logging.getLogger("tensorbroker.loader")
@@ -38,22 +39,21 @@ def _answer(request: LoadRequest, out: BinaryIO) -> None:
     out.write(frame(Plan(models=names, errors=found.errors)))
     for name in names:
         out.write(frame(Begun(name=name)))
-        result = _refusal(name, found.models, found.failures) or load(found.models[name], request)
+        result = _refusal(name, found, request.repositories) or load(found.models[name], request)
         if isinstance(result, LoadFailure):
-            _log.error("failed to load '%s': %s", result.name, result.reason)
             out.write(frame(Failed(failure=result)))
         else:
-            for note in result.notes:
-                _log.warning("model '%s': %s", name, note)
             out.write(frame(Loaded(config=result)))
     out.write(frame(Finished()))
 
 
-def _refusal(name: str, models: dict[str, ModelDirectory], failures: dict[str, str]) -> LoadFailure | None:
-    if name in failures:
-        return LoadFailure(name=name, reason=failures[name])
-    if name not in models:
-        return LoadFailure(name=name, reason=f"failed to load '{name}', failed to poll from model repository")
+def _refusal(name: str, found: Repositories, repositories: Sequence[str]) -> LoadFailure | None:
+    if name in found.failures:
+        return LoadFailure(name=name, reason=found.failures[name])
+    if name not in found.models:
+        looked_for = " or ".join(os.path.join(repository, name) for repository in repositories)
+        polled = f"failed to load '{name}', failed to poll from model repository"
+        return LoadFailure(name=name, reason=f"{polled}: there is no directory {looked_for}")
     return None
 
 
