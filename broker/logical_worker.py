@@ -22,7 +22,7 @@ from broker.desired_state import ANSWER_S, STOPPING, DesiredState, Wanted, super
 from broker.records import ChannelRecord, RegionEntry
 from broker.repository.config import ModelConfig
 from broker.statistics_blocks import StatisticsBlocks
-from broker.supervision import REFUSAL_NS, BackOff, Load, LoadDeaths, Offenders
+from broker.supervision import REFUSAL_NS, BackOff, Load, LoadDeaths, Offenders, Pulse
 from broker.worker.messages import (
     AddRegion,
     AttachChannel,
@@ -52,6 +52,8 @@ class Owner(Protocol):
 
     blocks: StatisticsBlocks
     model_load_deaths: int
+    ping_every_s: float
+    ping_limit_s: float
     plans: PlanBook | None
     on_channel_broken: Callable[[int, str], None]
     on_model_lost: Callable[[str, int, int, str], None]
@@ -76,6 +78,7 @@ class Worker:
         "_life",
         "_offenders",
         "_owner",
+        "_pulse",
         "_records",
         "_state",
         "_task",
@@ -100,6 +103,7 @@ class Worker:
         self._state = DesiredState(LoadDeaths(owner.model_load_deaths), self._lost, self._describe)
         self._records: dict[int, ChannelRecord] = {}
         self._life = 0
+        self._pulse = Pulse(owner.ping_every_s, owner.ping_limit_s, 0)
         self._was_ready = False
         self._back_off = BackOff()
         self._offenders = Offenders()
@@ -201,6 +205,17 @@ class Worker:
         if self._state.process is not None:
             self._state.process.kill(reason)
 
+    def look_after(self, busy: bool, now_ns: int) -> None:
+        """Kill the process if it gives no sign of life. Called every now and then; `busy`: an instance runs."""
+        process = self._state.process
+        if self.state != "ready" or process is None or process.died.is_set():
+            return
+        if self._pulse.is_gone(process.answered, busy or bool(self._state.loading), now_ns):
+            limit_s = self._owner.ping_limit_s
+            self.kill(f"gave no sign of life for {limit_s:g} s although no model ran in it: stopped, or stuck")
+        elif process.answered and self._pulse.is_due(now_ns):
+            process.ping()
+
     async def stop(self, timeout: float) -> None:  # noqa: ASYNC109  what follows the deadline is part of stopping
         """Drain, wait for the exit, kill after `timeout` seconds. Returns when the process is gone."""
         state = self._state
@@ -271,6 +286,7 @@ class Worker:
         else:
             if not process.died.is_set():  # its last words and its death may come in one turn of the event loop
                 self.state = "ready"
+                self._pulse = Pulse(self._owner.ping_every_s, self._owner.ping_limit_s, time.monotonic_ns())
                 self._state.up.set()
 
     def _exited(self, process: WorkerProcess) -> None:
@@ -339,10 +355,11 @@ class Worker:
             self._owner.on_model_lost(*load, reason)
 
     def _lost(self, message: LinkMessage, reason: str) -> None:
-        _log.warning("worker '%s' cannot be given %s again: %s", self.key, type(message).__name__, reason)
-        if isinstance(message, LoadInstances):
+        if isinstance(message, LoadInstances):  # whoever is told says so in the log, in words about the model
             self._owner.on_model_lost(message.config.name, message.version, message.generation, reason)
-        elif isinstance(message, AttachChannel) and (record := self._records.pop(message.channel, None)) is not None:
+            return
+        _log.warning("worker '%s' cannot be given %s again: %s", self.key, type(message).__name__, reason)
+        if isinstance(message, AttachChannel) and (record := self._records.pop(message.channel, None)) is not None:
             # Nobody would ever look at this channel again: what waits in it ends now, and its client must know.
             end((record,), f"worker '{self.key}' cannot serve this channel any more: {reason}", time.monotonic_ns())
             self._owner.on_channel_broken(message.channel, f"worker '{self.key}' cannot serve it any more: {reason}")

@@ -16,6 +16,10 @@ HANG_FLOOR_S = 10.0
 HANG_FACTOR = 10
 HANG_UNMEASURED_S = 120.0
 
+PING_EVERY_S = 5.0
+PING_LIMIT_S = 30.0
+PING_STEP_NS = 1_000_000_000  # between two looks there may be more only if the broker itself stood still
+
 Load = tuple[str, int, int]  # model, version, generation
 
 
@@ -142,3 +146,33 @@ class HangWatch:
                 hung.append(instance)
         self._seen = seen
         return hung
+
+
+@final
+class Pulse:
+    """Finds a process that runs nothing and does not answer: one that is stopped, or wedged outside of a model.
+
+    While a model runs or loads, which may keep the process from answering, silence does not count. It is added up look
+    by look, so that a broker that stood still itself does not take that for the worker's silence.
+    """
+
+    __slots__ = ("_asked_ns", "_every_ns", "_limit_ns", "_looked_ns", "_silent_ns")
+
+    def __init__(self, every_s: float, limit_s: float, now_ns: int) -> None:
+        self._every_ns = int(every_s * 1e9)
+        self._limit_ns = int(limit_s * 1e9)
+        self._asked_ns = self._looked_ns = now_ns
+        self._silent_ns = 0
+
+    def is_gone(self, answered: bool, busy: bool, now_ns: int) -> bool:
+        """Has it been silent for too long? `answered`: it owes no answer. Called at every look."""
+        step_ns, self._looked_ns = min(now_ns - self._looked_ns, PING_STEP_NS), now_ns
+        self._silent_ns = 0 if answered or busy else self._silent_ns + step_ns
+        return self._silent_ns > self._limit_ns
+
+    def is_due(self, now_ns: int) -> bool:
+        """Is it time to ask again? True is taken as said: it is asked now."""
+        if now_ns - self._asked_ns < self._every_ns:
+            return False
+        self._asked_ns = now_ns
+        return True

@@ -21,6 +21,7 @@ from broker.worker.messages import (
     Acknowledged,
     ChannelBroken,
     LinkMessage,
+    Ping,
     Ready,
     Refused,
     decode_to_broker,
@@ -76,6 +77,7 @@ class WorkerProcess:
         "_on_broken",
         "_on_exit",
         "_outbox",
+        "_ping",
         "_reading",
         "_writing",
         "died",
@@ -108,6 +110,7 @@ class WorkerProcess:
         self._on_broken = on_broken
         self._answers: dict[int, asyncio.Future[None]] = {}
         self._last_id = 0
+        self._ping: asyncio.Future[None] | None = None
         self._outbox: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self._reading = True
         self._writing = False
@@ -146,6 +149,16 @@ class WorkerProcess:
         except (BrokenPipeError, ConnectionResetError):
             pass  # its end of the link is closed: the pidfd follows, or the linger timer
         return self._last_id
+
+    def ping(self) -> None:
+        """Ask for a sign of life. Only while `answered`."""
+        answer: asyncio.Future[None] = self._loop.create_future()
+        self._answers[self.post(Ping())] = self._ping = answer
+
+    @property
+    def answered(self) -> bool:
+        """Has the last ping been answered, or was there none?"""
+        return self._ping is None or self._ping.done()
 
     def kill(self, reason: str) -> None:
         """SIGKILL; `reason` is what its death will be put down to."""

@@ -16,7 +16,7 @@ from broker.coroner import PlanBook
 from broker.desired_state import STOPPING
 from broker.logical_worker import Worker
 from broker.statistics_blocks import StatisticsBlocks
-from broker.supervision import HangWatch, Running, hang_limit_s
+from broker.supervision import PING_EVERY_S, PING_LIMIT_S, HangWatch, Running, hang_limit_s
 from broker.zygote_link import Zygote
 from shm.errors import Code, InferError
 from shm.statistics import BATCH, BLOCK, EXPECTED, STARTED
@@ -33,7 +33,7 @@ def _ignore(*_: object) -> None:
 
 @final
 class Workers:
-    """Owns the workers, the zygote they come from, and the watch over hanging instances.
+    """Owns the workers, the zygote they come from, and the watch over instances that hang and processes that are stuck.
 
     `plans` must be set before the first channel is attached. The `on_…` hooks are called from the event loop:
     a client broke the rules of its channel (hang up its session) · a system region was truncated and is retired
@@ -51,13 +51,25 @@ class Workers:
         "on_channel_broken",
         "on_model_lost",
         "on_region_shrunk",
+        "ping_every_s",
+        "ping_limit_s",
         "plans",
     )
 
-    def __init__(self, blocks: StatisticsBlocks, *, model_load_deaths: int = 5, entry: str = WORKER_ENTRY) -> None:
-        """`entry`: the module whose `main(link)` is a worker's life."""
+    def __init__(
+        self,
+        blocks: StatisticsBlocks,
+        *,
+        model_load_deaths: int = 5,
+        entry: str = WORKER_ENTRY,
+        ping_every_s: float = PING_EVERY_S,
+        ping_limit_s: float = PING_LIMIT_S,
+    ) -> None:
+        """`entry`: the module whose `main(link)` is a worker's life. `ping_limit_s`: of silence, then it is killed."""
         self.blocks = blocks
         self.model_load_deaths = model_load_deaths
+        self.ping_every_s = ping_every_s
+        self.ping_limit_s = ping_limit_s
         self.plans: PlanBook | None = None
         self.on_channel_broken: Callable[[int, str], None] = _ignore
         self.on_region_shrunk: Callable[[int, int], None] = _ignore
@@ -128,12 +140,15 @@ class Workers:
         words = self.blocks.page.words
         running: list[Running] = []
         owners: dict[int, Worker] = {}
-        for worker in self._workers.values():
+        for worker in self:
+            busy = False
             for block, timeout_s in worker.instances.items():
                 at = block * BLOCK
                 if words[at + BATCH]:
                     running.append(Running(block, words[at + STARTED], words[at + EXPECTED], timeout_s))
                     owners[block] = worker
+                    busy = True
+            worker.look_after(busy, now_ns)
         for hung in self._hangs.sample(running, now_ns):
             batch, ran_s = words[hung.block * BLOCK + BATCH], (now_ns - hung.started_ns) / 1e9
             limit_s = hang_limit_s(hung.expected_ns, hung.hang_timeout_s)

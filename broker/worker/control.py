@@ -267,6 +267,9 @@ class Control:
     def _report_broken(self, channel: WorkerChannel) -> None:
         self._link.send(messages.ChannelBroken(channel=channel.number, reason=channel.broken))
 
+    def _on_Ping(self, message: messages.Ping, fds: list[int]) -> bool:
+        return True
+
     # --- the end ------------------------------------------------------------------------------------------------
 
     def _on_Drain(self, message: messages.Drain, fds: list[int]) -> bool:

@@ -9,7 +9,7 @@ Broker → worker:                         descriptors
     AddRegion                            the region's descriptor
     RetireRegion, BindPlan, DropPlan     -
     AttachChannel                        channel memfd, ledger memfd, eventfd, write end of the client's pipe
-    DetachChannel, Drain                 -
+    DetachChannel, Drain, Ping           -
 Worker → broker, unasked (id 0): Ready (once), ChannelBroken.
 """
 
@@ -128,6 +128,10 @@ class Drain(LinkMessage, frozen=True, kw_only=True, tag=True):
     """Take no new work, finish what was accepted (queued requests included), answer, exit with status 0."""
 
 
+class Ping(LinkMessage, frozen=True, kw_only=True, tag=True):
+    """A sign of life is wanted: acknowledged at once, whatever else goes on in the worker."""
+
+
 class Ready(LinkMessage, frozen=True, kw_only=True, tag=True):
     """The worker is up and reads its link. Sent once, before anything is loaded."""
 
@@ -161,6 +165,7 @@ ToWorker = (
     | AttachChannel
     | DetachChannel
     | Drain
+    | Ping
 )
 ToBroker = Ready | Acknowledged | Refused | ChannelBroken
 

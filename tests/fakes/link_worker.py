@@ -1,7 +1,7 @@
 """A small worker that speaks the link and runs nothing: entry module for tests of supervision.
 
-Each message it gets is a line of JSON in the file named by TEST_JOURNAL. What loading a model does follows from the
-model's parameter `on_load`: a signal's name (it dies of it), "refuse", "hang" (its block of the statistics page shows a
+Each message it gets, but pings, is a line of JSON in the file named by TEST_JOURNAL. What loading a model does follows
+from the model's parameter `on_load`: a signal's name (it dies of it), "refuse", "hang" (its block shows a
 batch that runs), "silent" (no answer), "helper" (starts a process that ignores everything; its pid is in the journal),
 or "NAME while FILE" (dies of the signal as long as the file exists). A file named TEST_JOURNAL with ".refuse" behind it
 makes it refuse channels.
@@ -33,6 +33,9 @@ def main(link: socket.socket) -> NoReturn:
             if received is None:
                 os._exit(0)
             message, fds = messages.decode_to_worker(received[0]), received[1]
+            if isinstance(message, messages.Ping):
+                link.send(messages.encode(messages.Acknowledged(id=message.id)))
+                continue
             entry = {
                 "type": type(message).__name__,
                 "pid": os.getpid(),
@@ -62,7 +65,7 @@ def main(link: socket.socket) -> NoReturn:
 
 def _load(message: messages.LoadInstances, page: StatisticsPage) -> messages.LinkMessage | None:
     action, _, file = message.config.parameters.get("on_load", "").partition(" while ")
-    if action == "refuse":
+    if action == "refuse" and (not file or os.path.exists(file)):
         return messages.Refused(id=message.id, code="INTERNAL", message="cannot load this")
     if action == "silent":
         return None
@@ -77,7 +80,7 @@ def _load(message: messages.LoadInstances, page: StatisticsPage) -> messages.Lin
         block = page.block(message.blocks[0])
         block[STARTED] = time.monotonic_ns()
         block[BATCH] = 3
-    elif action and (not file or os.path.exists(file)):
+    elif action != "refuse" and action and (not file or os.path.exists(file)):
         signal.signal(getattr(signal, action), signal.SIG_DFL)
         os.kill(os.getpid(), getattr(signal, action))
     return messages.Acknowledged(id=message.id)

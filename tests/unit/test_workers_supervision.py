@@ -8,6 +8,7 @@ from broker.supervision import (
     HangWatch,
     LoadDeaths,
     Offenders,
+    Pulse,
     Running,
     hang_limit_s,
 )
@@ -146,3 +147,30 @@ def test_an_idle_sample_forgets():
     watch.sample([hung], 11 * S)
     watch.sample([], 12 * S)
     assert watch.sample([hung], 13 * S) == []
+
+
+def silence(pulse: Pulse, start_s: int, seconds: int, *, answered: bool = False, busy: bool = False) -> list[int]:
+    """The seconds, counted from the first look, at which a worker looked at each second is found gone."""
+    return [at for at in range(1, seconds + 1) if pulse.is_gone(answered, busy, (start_s + at) * S)]
+
+
+def test_silence_of_an_idle_worker_ends_at_the_limit():
+    assert silence(Pulse(5.0, 30.0, 0), 0, 32) == [31, 32]
+
+
+def test_an_answer_or_a_running_model_starts_the_silence_anew():
+    for kind in ("answered", "busy"):
+        pulse = Pulse(5.0, 30.0, 0)
+        assert silence(pulse, 0, 30) == []
+        assert silence(pulse, 30, 60, **{kind: True}) == []
+        assert silence(pulse, 90, 31) == [31]
+
+
+def test_a_broker_that_stood_still_does_not_blame_the_worker():
+    pulse = Pulse(5.0, 30.0, 0)
+    assert not pulse.is_gone(False, False, 3600 * S)
+
+
+def test_a_worker_is_asked_every_five_seconds():
+    pulse = Pulse(5.0, 30.0, 0)
+    assert [at for at in range(1, 16) if pulse.is_due(at * S)] == [5, 10, 15]
