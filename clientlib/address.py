@@ -9,6 +9,7 @@ import os
 import socket
 from typing import final
 
+from clientlib.arguments import shown
 from shm import sockets
 from shm.errors import Code, InferError
 from shm.run_directory import SOCKET, default_directory
@@ -23,21 +24,32 @@ _NOT_BUILT_IN = {
 }
 
 
-def directory_of(url: str | None) -> str:
+def directory_of(url: str | os.PathLike[str] | None) -> str:
     """The run directory that `url` names; None is the default one. Raises InferError for other kinds of URL."""
     if url is None:
         return default_directory()
-    scheme, separator, rest = url.partition("://")
+    place = os.fspath(url) if isinstance(url, os.PathLike) else url
+    if not isinstance(place, str) or "\0" in place:
+        raise _unknown(url)
+    scheme, separator, rest = place.partition("://")
     if separator and scheme == "ipc" and rest.startswith("/"):
         return os.path.normpath(rest)
+    if not separator and (place.startswith(("/", "./", "../")) or (place and isinstance(url, os.PathLike))):
+        return os.path.abspath(place)
     if separator and scheme in _NOT_BUILT_IN:
         raise InferError(
             Code.UNSUPPORTED,
             f"{_NOT_BUILT_IN[scheme]} is not built in yet: connect() or connect('ipc:///run/directory') reaches a "
             "broker on this host",
         )
-    raise InferError(
-        Code.INVALID_ARG, f"cannot connect to {url!r}: expected ipc:///run/directory, an absolute path to a broker's"
+    raise _unknown(url)
+
+
+def _unknown(url: object) -> InferError:
+    return InferError(
+        Code.INVALID_ARG,
+        f"cannot connect to {shown(url)}: expected the run directory of a broker (what it was given as --directory) as "
+        "'/run/directory', as a pathlib.Path or as 'ipc:///run/directory', or nothing for the default one",
     )
 
 

@@ -7,6 +7,7 @@ A client lives on the loop on which it was connected.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import weakref
 from collections.abc import Callable, Mapping
@@ -14,16 +15,17 @@ from types import TracebackType
 from typing import Any, TypeVar, final
 
 from clientlib.address import Absent, dial, directory_of
+from clientlib.arguments import seconds, whole
 from clientlib.async_lane import AsyncLane, LoopLanes
 from clientlib.async_plans import AsyncPlan, turn
 from clientlib.async_session import AsyncSession
 from clientlib.automatic import Automatic, Inputs, Request, check_parameters
 from clientlib.callable_model import AsyncModel
-from clientlib.client import CALL_S, NO_CUDA, RECONNECT_S, RETRY_S, check_channel, default_name
+from clientlib.client import CALL_S, MAX_SLOTS, NO_CUDA, RECONNECT_S, RETRY_S
 from clientlib.layout import PlanOutdated, RoomNeeded
 from clientlib.link import Bound, Link
 from clientlib.native import Native
-from clientlib.plans import check_timeout, deadline_ns_of, remaining_s
+from clientlib.plans import MAX_PRIORITY, deadline_ns_of, remaining_s
 from clientlib.recipe import Budget, Outputs, Slots, recipe
 from clientlib.region import AsyncRegion, MappedRegion, TensorRef
 from clientlib.results import InferResult
@@ -35,15 +37,16 @@ T = TypeVar("T")
 BUDGET = Budget(places=512, byte_size=16 << 20)  # a loop has hundreds of requests in flight where a thread has one
 
 
-async def connect_async(url: str | None = None, *, timeout: float = 30, slots: int = 512) -> AsyncClient:
+async def connect_async(
+    url: str | os.PathLike[str] | None = None, *, timeout: float = 30, slots: int = 512
+) -> AsyncClient:
     """Connect to the broker on this host, once its start-up load has ended. Arguments are those of `connect`.
 
     `slots`: requests in flight for the whole loop; more queue.
     """
-    check_timeout(timeout)
-    check_channel(slots, 0)
-    client = AsyncClient(directory_of(url), slots)
-    await client.start(timeout)
+    patience_s = seconds(timeout)
+    client = AsyncClient(directory_of(url), whole(slots, "slots", 1, MAX_SLOTS))
+    await client.start(patience_s)
     return client
 
 
@@ -107,7 +110,7 @@ class AsyncClient:
 
     async def open_region(self, token: str, name: str | None = None) -> AsyncRegion:
         """A region that another session of the same uid shared; `name` is what it is called here."""
-        return _own(await self._run(lambda link: self.native.open_region(link, name or default_name(token), token)))
+        return _own(await self._run(lambda link: self.native.open_region(link, name, token)))
 
     async def share(self, region: MappedRegion) -> str:
         """As `region.share()`."""
@@ -151,6 +154,8 @@ class AsyncClient:
             check_parameters(parameters)
         deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
         asked = Request(model, version, inputs, outputs)
+        if priority.__class__ is not int:
+            priority = whole(priority, "priority", 0, MAX_PRIORITY)
         try:
             return await self._infer(asked, deadline_ns, priority)
         except PlanOutdated:
@@ -208,8 +213,7 @@ class AsyncClient:
         make: Callable[[Link[AsyncLane]], Procedure[T]],
         timeout: float = CALL_S,
     ) -> T:
-        check_timeout(timeout)
-        return await self._run_until(self._loop.time() + timeout, make)
+        return await self._run_until(self._loop.time() + seconds(timeout), make)
 
     async def _run_until(self, deadline: float, make: Callable[[Link[AsyncLane]], Procedure[T]]) -> T:
         while True:

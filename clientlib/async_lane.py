@@ -59,6 +59,7 @@ class AsyncLane:
         if self.error is not None:
             raise self.error
         if self._queue or not pending.send():
+            pending.check()  # what the channel would refuse later, when nobody is there to be told
             self._queue.append(pending)
         if not self._busy:
             self._wake()

@@ -8,11 +8,13 @@ nobody takes is no unretrieved exception.
 from __future__ import annotations
 
 import asyncio
+import struct
 import time
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, final
 
 from clientlib.arena import Lease
+from clientlib.arguments import seconds
 from clientlib.async_lane import AsyncLane
 from clientlib.layout import Layout
 from clientlib.link import Bound
@@ -23,6 +25,9 @@ from shm.layout import CODE_MASK, FINAL
 
 if TYPE_CHECKING:
     from clientlib.async_plans import AsyncPlan
+
+
+_CARRIED = struct.Struct("=HHIHQ")  # the fields of a submission that the caller gives
 
 
 @final
@@ -105,6 +110,10 @@ class AsyncPending:
         )
         return self.ident != 0
 
+    def check(self) -> None:
+        """Raises struct.error for what `send` could not put into the channel."""
+        _CARRIED.pack(self.input_slot, self.output_slot, self._rows, self._priority, self._sequence_id)
+
     def expire_at(self, deadline_ns: int) -> None:
         """Answer at the deadline, whatever the worker does."""
         loop = asyncio.get_running_loop()
@@ -139,9 +148,10 @@ class AsyncPending:
     async def result(self, timeout: float | None = None) -> InferResult:
         """Await the end. Raises TimeoutError after `timeout` seconds (the request goes on), InferError if it failed."""
         if self.entry is None and not self._expired:
+            patience_s = None if timeout is None else seconds(timeout, now=True)
             waiting = asyncio.shield(self._future)  # whoever else awaits it must not be cancelled with us
             try:
-                async with asyncio.timeout(timeout):
+                async with asyncio.timeout(patience_s):
                     await waiting
             except TimeoutError:
                 raise TimeoutError(f"no result within {timeout:g} s; the request goes on") from None

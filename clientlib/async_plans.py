@@ -20,7 +20,7 @@ from clientlib.layout import RoomNeeded
 from clientlib.link import Bound, Prepared
 from clientlib.overlap import in_use
 from clientlib.pending import expired
-from clientlib.plans import check_options, deadline_ns_of, outside, remaining_s
+from clientlib.plans import NOT_CARRIED, check_all, check_options, deadline_ns_of, outside, remaining_s
 from clientlib.recipe import Recipe
 from clientlib.results import InferResult
 from shm.errors import Code, InferError
@@ -60,6 +60,9 @@ class AsyncPlan:
             return await (await self._start(deadline_ns, input_slot, output_slot, options)).finish()
         except RoomNeeded as needed:
             await self._client.grow(self, needed, deadline_ns)
+        except NOT_CARRIED:
+            check_all(input_slot, output_slot, rows, priority, sequence_id)
+            raise
         return await (await self._start(deadline_ns, input_slot, output_slot, options)).finish()
 
     async def submit(
@@ -76,7 +79,11 @@ class AsyncPlan:
         """Send the request; it queues while every slot of the channel is taken, first come, first served."""
         deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
         options = (rows, priority, sequence_id, sequence_start, sequence_end)
-        return await self._start(deadline_ns, input_slot, output_slot, options)
+        try:
+            return await self._start(deadline_ns, input_slot, output_slot, options)
+        except NOT_CARRIED:
+            check_all(input_slot, output_slot, rows, priority, sequence_id)
+            raise
 
     async def infer_arrays(self, values: Sequence[npt.NDArray[Any]], deadline_ns: int, priority: int) -> InferResult:
         """Copy `values` into a place of the client's own and run. For plans that `AsyncClient.infer` makes."""

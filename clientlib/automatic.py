@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
+from clientlib.arguments import model_text, shown, text, version_text
 from clientlib.recipe import ArrayInput, Budget, Outputs, Recipe, check_outputs
 from clientlib.region import TensorRef
 from shm import datatypes
@@ -37,6 +38,8 @@ class Request:
 
     def __init__(self, model: str, version: str, inputs: Inputs, outputs: Outputs) -> None:
         """Raises InferError for inputs that are neither arrays nor tensors in a region."""
+        if type(model) is not str or type(version) is not str:
+            model, version = model_text(model), version_text(version)
         self._model, self._version = model, version
         if not isinstance(inputs, Mapping):
             raise InferError(Code.INVALID_ARG, f"inputs must map names to arrays, got {type(inputs).__name__}")
@@ -59,8 +62,10 @@ class Request:
     def recipe(self, budget: Budget) -> Recipe:
         """What to prepare for requests of this kind."""
         values = iter(self.values)
+        model_text(self._model)
+        version_text(self._version)
         inputs = {
-            name: value
+            text(name, "the name of an input"): value
             if isinstance(value, TensorRef)
             else ArrayInput(datatypes.datatype_of(value.dtype), value.shape, next(values).nbytes)
             for name, value in self._inputs.items()
@@ -71,6 +76,8 @@ class Request:
 def check_parameters(parameters: Mapping[str, object] | None) -> None:
     """Raises InferError UNSUPPORTED for what cannot be passed on."""
     if parameters:
+        if not isinstance(parameters, Mapping):
+            raise InferError(Code.INVALID_ARG, f"parameters must map names to values, got {shown(parameters)}")
         raise InferError(
             Code.UNSUPPORTED,
             f"request parameters ({', '.join(map(repr, parameters))}) are not carried to models yet; priority and "
@@ -82,7 +89,12 @@ def _array(name: str, value: object) -> Array:
     if isinstance(value, np.ndarray):
         return value
     if hasattr(value, "__array__"):
-        return np.asarray(value)
+        try:
+            return np.asarray(value)
+        except Exception as error:  # whatever the value's own code raises: memory of a device, a tensor with a gradient
+            raise InferError(
+                Code.INVALID_ARG, f"input '{name}', {type(value).__name__}, does not become a numpy array: {error}"
+            ) from error
     raise InferError(
         Code.INVALID_ARG,
         f"input '{name}' must be a numpy array or a tensor in a region, got {type(value).__name__}: "

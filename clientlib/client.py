@@ -8,6 +8,7 @@ A call finds the session lost at worst once: it is then repeated on a new one, o
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -17,13 +18,14 @@ from types import TracebackType
 from typing import Any, TypeVar, final
 
 from clientlib.address import Absent, dial, directory_of
+from clientlib.arguments import seconds, shown, whole
 from clientlib.automatic import Automatic, Inputs, Request, check_parameters
 from clientlib.callable_model import Model
 from clientlib.channels import Lane, Lanes
 from clientlib.layout import PlanOutdated, RoomNeeded
 from clientlib.link import Bound, Link
 from clientlib.native import Native
-from clientlib.plans import Plan, check_timeout, deadline_ns_of
+from clientlib.plans import MAX_PRIORITY, Plan, deadline_ns_of
 from clientlib.recipe import Budget, Outputs, Slots, recipe
 from clientlib.region import MappedRegion, Region, TensorRef
 from clientlib.results import InferResult
@@ -44,24 +46,27 @@ NO_CUDA = (
 )
 
 
-def connect(url: str | None = None, *, timeout: float = 30, slots: int = 64, spin_us: float = 50) -> Client:
+def connect(
+    url: str | os.PathLike[str] | None = None, *, timeout: float = 30, slots: int = 64, spin_us: float = 50
+) -> Client:
     """Connect to the broker on this host, once its start-up load has ended.
 
-    `url` is `ipc:///run/directory`; without it the broker is found by TENSORBROKER_DIR or in the default place.
+    `url` is the broker's run directory, as a path or as `ipc:///run/directory`; without it TENSORBROKER_DIR or the
+    default place is meant.
     `slots`: requests in flight per thread; `spin_us`: how long a waiting thread spins before it sleeps (0: never).
     Raises InferError UNAVAILABLE when there is no broker, or "starting: 3 of 7 models" after `timeout` seconds.
     """
-    check_timeout(timeout)
-    check_channel(slots, spin_us)
-    return Client(directory_of(url), time.monotonic() + timeout, slots, spin_us * 1e-6)
+    deadline = time.monotonic() + seconds(timeout)
+    return Client(directory_of(url), deadline, whole(slots, "slots", 1, MAX_SLOTS), _spin_s(spin_us))
 
 
-def check_channel(slots: int, spin_us: float) -> None:
-    """Raises InferError for what no channel can be."""
-    if not isinstance(slots, int) or not 1 <= slots <= MAX_SLOTS:
-        raise InferError(Code.INVALID_ARG, f"slots must be 1 to {MAX_SLOTS}, got {slots!r}")
-    if not isinstance(spin_us, int | float) or not 0 <= spin_us <= 1e6:
-        raise InferError(Code.INVALID_ARG, f"spin_us must be 0 to 1000000 microseconds, got {spin_us!r}")
+def _spin_s(spin_us: float) -> float:
+    try:
+        if 0 <= spin_us <= 1e6:
+            return float(spin_us) * 1e-6
+    except (TypeError, ValueError):
+        pass
+    raise InferError(Code.INVALID_ARG, f"spin_us must be 0 to 1000000 microseconds, got {shown(spin_us)}")
 
 
 @final
@@ -121,7 +126,7 @@ class Client:
 
     def open_region(self, token: str, name: str | None = None) -> Region:
         """A region that another session of the same uid shared; `name` is what it is called here."""
-        return _own(self._run(lambda link: self.native.open_region(link, name or default_name(token), token)))
+        return _own(self._run(lambda link: self.native.open_region(link, name, token)))
 
     def share(self, region: MappedRegion) -> str:
         """As `region.share()`."""
@@ -172,6 +177,8 @@ class Client:
             check_parameters(parameters)
         deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
         asked = Request(model, version, inputs, outputs)
+        if priority.__class__ is not int:
+            priority = whole(priority, "priority", 0, MAX_PRIORITY)
         try:
             return self._infer(asked, deadline_ns, priority)
         except PlanOutdated:
@@ -215,8 +222,7 @@ class Client:
             raise
 
     def _run(self, make: Callable[[Link[Lane]], Procedure[T]], timeout: float = CALL_S) -> T:
-        check_timeout(timeout)
-        return self._run_until(time.monotonic() + timeout, make)
+        return self._run_until(time.monotonic() + seconds(timeout), make)
 
     def _run_until(self, deadline: float, make: Callable[[Link[Lane]], Procedure[T]]) -> T:
         while True:
@@ -279,11 +285,6 @@ class Client:
 def _ends(deadline_ns: int, patience_s: float) -> float:
     """Until when (time.monotonic) what a request needs may take: its deadline, without one `patience_s`."""
     return deadline_ns * 1e-9 if deadline_ns else time.monotonic() + patience_s
-
-
-def default_name(token: str) -> str:
-    """What an opened region is called when the application gives it no name."""
-    return f"shared.{token[:16]}"
 
 
 def _own(region: MappedRegion) -> Region:

@@ -19,6 +19,7 @@ from typing import Any, Generic, final
 
 from clientlib import process
 from clientlib.arena import CHUNK, Block, Store
+from clientlib.arguments import LONGEST_TEXT, model_text, shown, text, version_text, whole
 from clientlib.layout import Layout, RoomNeeded, sketch
 from clientlib.link import Bound, L, Link, PlanState, Prepared
 from clientlib.recipe import Recipe
@@ -141,7 +142,8 @@ class Native(Generic[L]):
 
     def create_region(self, link: Link[L], name: str, byte_size: int) -> Procedure[MappedRegion]:
         """A pool region: memory made here, admitted by the broker."""
-        region = yield from self._create(name, byte_size)
+        name = text(name, "name")
+        region = yield from self._create(name, whole(byte_size, "byte_size", 1))
         self.regions[name] = region
         return region
 
@@ -158,13 +160,19 @@ class Native(Generic[L]):
         self, link: Link[L], name: str, key: str, byte_size: int, offset: int
     ) -> Procedure[MappedRegion]:
         """A POSIX shared memory object that somebody made; the broker opens it and passes its descriptor."""
-        reply, fds = yield Call(
-            messages.RegisterSystem(name=name, key=key, byte_size=byte_size, offset=offset), expects=1
+        asked = messages.RegisterSystem(
+            name=text(name, "name"),
+            key=text(key, "key", LONGEST_TEXT),
+            byte_size=whole(byte_size, "byte_size", 1),
+            offset=whole(offset, "offset"),
         )
+        reply, fds = yield Call(asked, expects=1)
         return self._opened(reply, fds[0], key)
 
-    def open_region(self, link: Link[L], name: str, token: str) -> Procedure[MappedRegion]:
-        """A region that another session shared."""
+    def open_region(self, link: Link[L], name: str | None, token: str) -> Procedure[MappedRegion]:
+        """A region that another session shared; without a name it gets one that follows from the token."""
+        token = text(token, "token")
+        name = f"shared.{token[:16]}" if name is None else text(name, "name")
         reply, fds = yield Call(messages.OpenRegion(name=name, token=token), expects=1)
         return self._opened(reply, fds[0], "")
 
@@ -178,6 +186,8 @@ class Native(Generic[L]):
 
     def share(self, link: Link[L], region: MappedRegion) -> Procedure[str]:
         """A token for `region`."""
+        if not isinstance(region, MappedRegion):
+            raise InferError(Code.INVALID_ARG, f"region must be a region of this client, got {shown(region)}")
         self._check_region(region)
         reply, _ = yield Call(messages.ShareRegion(name=region.name))
         assert isinstance(reply, messages.Token)
@@ -186,7 +196,7 @@ class Native(Generic[L]):
     def unregister(self, link: Link[L], name: str | None) -> Procedure[None]:
         """Retire one region, or all that the application registered. Unknown names succeed, as in Triton."""
         # One by one, because "all" would include the client's own chunks.
-        for each in [*self.regions] if name is None else [name]:
+        for each in [*self.regions] if name is None else [text(name, "name")]:
             yield Call(messages.Unregister(name=each))
             region = self.regions.pop(each, None)
             if region is not None:
@@ -220,23 +230,24 @@ class Native(Generic[L]):
 
     def model(self, link: Link[L], name: str, version: str) -> Procedure[ModelMetadata]:
         """One model. Raises InferError with Triton's lookup texts."""
-        reply, _ = yield Call(messages.GetModel(model=name, version=version))
+        reply, _ = yield Call(messages.GetModel(model=model_text(name), version=version_text(version)))
         assert isinstance(reply, messages.Models)
         return reply.models[0]
 
     def statistics(self, link: Link[L], model: str, version: str) -> Procedure[list[dict[str, Any]]]:
         """Triton's model_stats."""
+        model, version = model_text(model, empty=True), version_text(version)
         reply, _ = yield Call(messages.GetStatistics(model=model, version=version))
         assert isinstance(reply, messages.Statistics)
         return list(reply.model_stats)
 
     def load(self, link: Link[L], model: str) -> Procedure[None]:
         """Load or reload a model; returns when it is ready."""
-        yield Call(messages.LoadModel(model=model))
+        yield Call(messages.LoadModel(model=model_text(model)))
 
     def unload(self, link: Link[L], model: str) -> Procedure[None]:
         """Unload a model."""
-        yield Call(messages.UnloadModel(model=model))
+        yield Call(messages.UnloadModel(model=model_text(model)))
 
     # --- plans -----------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, final
 
 from clientlib.arena import Lease
+from clientlib.arguments import seconds
 from clientlib.channels import Lane, wake
 from clientlib.layout import Layout
 from clientlib.results import InferResult
@@ -98,7 +99,7 @@ class Pending:
         """
         if self.entry is None:
             ends = self.deadline_ns / 1e9 if self.deadline_ns else math.inf
-            patience = math.inf if timeout is None else _now() + timeout
+            patience = math.inf if timeout is None else _now() + seconds(timeout, now=True)
             if not self.wait(min(ends, patience)):
                 if ends <= patience:
                     raise expired()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
+import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy.typing as npt
 
 from clientlib.arena import Bank, Lease
+from clientlib.arguments import FOREVER_S, seconds, whole
 from clientlib.channels import Lane, wake
 from clientlib.layout import RoomNeeded
 from clientlib.link import Bound, Prepared
@@ -26,17 +27,18 @@ from clientlib.recipe import Recipe
 from clientlib.results import InferResult
 from shm.errors import Code, InferError
 from shm.layout import SEQUENCE_END, SEQUENCE_START
+from shm.messages import MAX_POSITIONS
 
 if TYPE_CHECKING:
     from clientlib.client import Client
 
 _now = time.monotonic
 _now_ns = time.monotonic_ns
+NOT_CARRIED = (TypeError, ValueError, struct.error)  # what an argument of the wrong kind raises on its way
 LOOK_AGAIN_S = 0.01  # while waiting for a place: other threads may have left requests that nobody reaps
 FULL_WAIT_S = 1.0  # without a deadline, how long a request waits for a free slot or place
 MAX_PRIORITY = 2**16 - 1
 MAX_SEQUENCE_ID = 2**64 - 1
-MAX_TIMEOUT_S = 1e9
 
 
 @final
@@ -75,6 +77,9 @@ class Plan:
             return self._finish(pending)
         except RoomNeeded as needed:
             self._client.grow(self, needed, deadline_ns)
+        except NOT_CARRIED:
+            check_all(input_slot, output_slot, rows, priority, sequence_id)
+            raise
         pending = self._start(
             deadline_ns, input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end
         )
@@ -93,9 +98,13 @@ class Plan:
     ) -> Pending:
         """Send the request and return at once. Waits only while every slot of the channel is taken."""
         deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
-        return self._start(
-            deadline_ns, input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end
-        )
+        try:
+            return self._start(
+                deadline_ns, input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end
+            )
+        except NOT_CARRIED:
+            check_all(input_slot, output_slot, rows, priority, sequence_id)
+            raise
 
     def infer_arrays(self, values: Sequence[npt.NDArray[Any]], deadline_ns: int, priority: int) -> InferResult:
         """Copy `values` into a place of the client's own and run. For plans that `Client.infer` makes."""
@@ -279,9 +288,9 @@ class Plan:
 
 
 def deadline_ns_of(timeout: float) -> int:
-    """The deadline that a submission carries. Raises InferError for what is no timeout."""
-    check_timeout(timeout)
-    return _now_ns() + int(timeout * 1e9)
+    """The deadline that a submission carries; 0 for a timeout of inf. Raises InferError for what is no timeout."""
+    patience_s = seconds(timeout)
+    return _now_ns() + int(patience_s * 1e9) if patience_s < FOREVER_S else 0
 
 
 def remaining_s(deadline_ns: int) -> float | None:
@@ -289,32 +298,22 @@ def remaining_s(deadline_ns: int) -> float | None:
     return (deadline_ns - _now_ns()) * 1e-9 if deadline_ns else None
 
 
-def check_timeout(timeout: float) -> None:
-    """Raises InferError unless `timeout` is a number of seconds to wait."""
-    try:
-        if 0 < timeout <= MAX_TIMEOUT_S:
-            return
-    except TypeError:
-        pass
-    raise InferError(Code.INVALID_ARG, f"timeout must be a positive number of seconds, got {timeout!r}")
-
-
 def check_options(rows: int, priority: int, sequence_id: int, start: bool, end: bool) -> int:
     """The flags of a submission. Raises InferError for numbers that a submission cannot carry."""
-    for name, value, most in (
-        ("rows", rows, 2**32 - 1),
-        ("priority", priority, MAX_PRIORITY),
-        ("sequence_id", sequence_id, MAX_SEQUENCE_ID),
-    ):
-        try:
-            valid = 0 <= operator.index(value) <= most
-        except TypeError:
-            valid = False
-        if not valid:
-            raise InferError(Code.INVALID_ARG, f"{name} must be an integer from 0 to {most}, got {value!r}")
+    whole(rows, "rows", 0, 2**32 - 1)
+    whole(priority, "priority", 0, MAX_PRIORITY)
+    whole(sequence_id, "sequence_id", 0, MAX_SEQUENCE_ID)
     if (start or end) and not sequence_id:
         raise InferError(Code.INVALID_ARG, "sequence_start and sequence_end need a sequence_id other than 0")
     return (SEQUENCE_START if start else 0) | (SEQUENCE_END if end else 0)
+
+
+def check_all(input_slot: int, output_slot: int | None, rows: int, priority: int, sequence_id: int) -> None:
+    """Raises InferError for the argument that a submission could not carry. Asked when it failed, not before."""
+    whole(input_slot, "input_slot", 0, MAX_POSITIONS - 1)
+    if output_slot is not None:
+        whole(output_slot, "output_slot", 0, MAX_POSITIONS - 1)
+    check_options(rows, priority, sequence_id, False, False)
 
 
 def outside(bound: Bound[Any], input_slot: int, output_slot: int) -> InferError:

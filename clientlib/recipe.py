@@ -6,10 +6,11 @@ Made by both clients from their arguments. Knows no model and no broker; checks 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
+from clientlib.arguments import model_text, shown, text, version_text
 from clientlib.region import TensorRef
 from shm.errors import Code, InferError
 from shm.messages import MAX_POSITIONS
@@ -62,7 +63,9 @@ def recipe(
     """The recipe of a `prepare` call. Raises InferError for arguments of the wrong kind."""
     if not isinstance(inputs, Mapping):
         raise InferError(Code.INVALID_ARG, f"inputs must map names to tensors (region.tensor(…)), got {_kind(inputs)}")
+    model, version = model_text(model), version_text(version)
     for name, value in inputs.items():
+        text(name, "the name of an input")
         if not isinstance(value, TensorRef):
             raise InferError(
                 Code.INVALID_ARG,
@@ -79,17 +82,18 @@ def check_outputs(outputs: Outputs) -> Outputs:
         return None
     if isinstance(outputs, Mapping):
         for name, value in outputs.items():
+            text(name, "the name of an output")
             if value is not None and not isinstance(value, TensorRef):
                 raise InferError(
                     Code.INVALID_ARG,
                     f"output '{name}' must be a tensor in a region (region.tensor(…)), got {_kind(value)}",
                 )
         return dict(outputs)
-    if isinstance(outputs, str) or not all(isinstance(name, str) for name in outputs):
+    if isinstance(outputs, str | bytes) or not isinstance(outputs, Iterable):
         raise InferError(
-            Code.INVALID_ARG, f"outputs must map names to tensors, or be a list of names, got {_kind(outputs)}"
+            Code.INVALID_ARG, f"outputs must map names to tensors, or be a list of names, got {shown(outputs)}"
         )
-    return tuple(outputs)
+    return tuple(text(name, "the name of an output") for name in outputs)
 
 
 def _positions(slots: Slots) -> tuple[int, int]:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clientlib import process
+from clientlib.arguments import MOST, shown, whole
 from shm import datatypes, views
 from shm.datatypes import BYTES
 from shm.errors import Code, InferError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from clientlib.client import Client
 
 C = TypeVar("C")
+MAX_RANK = 64
 
 
 class MappedRegion:
@@ -74,7 +76,7 @@ class MappedRegion:
         kind = (
             datatypes.numpy_dtype(dtype) if isinstance(dtype, str) and dtype in datatypes.DATATYPES else _dtype(dtype)
         )
-        return views.array(self.memory.bytes, _whole(offset, "offset"), _shape(shape), kind)
+        return views.array(self.memory.bytes, whole(offset, "offset"), _shape(shape), kind)
 
     def tensor(
         self,
@@ -100,9 +102,9 @@ class MappedRegion:
                     f"a BYTES tensor in region '{self.name}' needs byte_size: the bytes of all elements",
                 )
             byte_size = datatypes.byte_size(name, dims) if -1 not in dims else 0
-        size = _whole(byte_size, "byte_size")
-        step = size if stride is None else _whole(stride, "stride")
-        return TensorRef(self, name, dims, _whole(offset, "offset"), step, size)
+        size = whole(byte_size, "byte_size")
+        step = size if stride is None else whole(stride, "stride")
+        return TensorRef(self, name, dims, whole(offset, "offset"), step, size)
 
     def check_process(self) -> None:
         """Raises ForkedError in a child of the process that made the region."""
@@ -172,34 +174,33 @@ class TensorRef:
     def array(self, position: int = 0) -> npt.NDArray[Any]:
         """A numpy view of one position. Raises InferError for BYTES and outside the region."""
         dtype = datatypes.numpy_dtype(self.datatype)
-        return views.array(self.region.memory.bytes, self.offset + position * self.stride, self.shape, dtype)
+        start = self.offset + whole(position, "position") * self.stride
+        return views.array(self.region.memory.bytes, start, self.shape, dtype)
 
 
 def _dtype(value: npt.DTypeLike) -> np.dtype[Any]:
     try:
-        return np.dtype(value)
-    except TypeError:
-        raise InferError(
-            Code.INVALID_ARG,
-            f"unknown datatype {value!r}: expected a numpy dtype or one of {', '.join(datatypes.DATATYPES)}",
-        ) from None
+        if value is not None:  # which numpy takes for float64
+            return np.dtype(value)
+    except Exception:  # numpy raises half a dozen kinds, by what the value looks like
+        pass
+    raise InferError(
+        Code.INVALID_ARG,
+        f"unknown datatype {shown(value)}: expected a numpy dtype or one of {', '.join(datatypes.DATATYPES)}",
+    )
 
 
 def _shape(shape: Sequence[int]) -> tuple[int, ...]:
     try:
-        return tuple(operator.index(dim) for dim in shape)
+        dims = tuple(operator.index(dim) for dim in shape)
     except TypeError:
-        raise InferError(Code.INVALID_ARG, f"a shape is a sequence of integers, got {shape!r}") from None
-
-
-def _whole(value: int, what: str) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise InferError(Code.INVALID_ARG, f"{what} must be a whole number of bytes, 0 or more, got {value!r}")
-    return number
+        raise InferError(Code.INVALID_ARG, f"a shape is a sequence of integers, got {shown(shape)}") from None
+    if len(dims) > MAX_RANK or any(not -1 <= dim <= MOST for dim in dims):
+        raise InferError(
+            Code.INVALID_ARG,
+            f"a shape has up to {MAX_RANK} dimensions of 0 or more, or -1 where the model decides, got {shown(shape)}",
+        )
+    return dims
 
 
 def _alive(client: C | None) -> C:

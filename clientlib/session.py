@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple, Protocol, TypeVar, final
@@ -79,8 +80,11 @@ class Session:
         if self.lost is not None:
             raise self.lost
         number = next(self._ids)
-        data = messages.encode(msgspec.structs.replace(call.message, id=number))
         kind = type(call.message).__name__
+        try:
+            data = messages.encode(msgspec.structs.replace(call.message, id=number))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InferError(Code.INVALID_ARG, f"bad argument for {kind}: {error}") from None
         if len(data) > messages.MAX_DATAGRAM:
             raise InferError(
                 Code.INVALID_ARG, f"{kind} has {len(data)} bytes, a message may have {messages.MAX_DATAGRAM}"
@@ -88,7 +92,7 @@ class Session:
         try:
             messages.decode_request(data)  # the broker ends the session of a peer that sends what this refuses
         except ProtocolError as error:
-            raise InferError(Code.INVALID_ARG, f"bad argument for {kind}: {error.message}") from None
+            raise InferError(Code.INVALID_ARG, f"bad argument for {kind}: {_plain(error.message)}") from None
         self._waiting[number] = (waiter, call.expects)
         return number, data
 
@@ -160,6 +164,12 @@ class Session:
         return InferError(
             Code.UNAVAILABLE, f"no answer to {kind} from the broker at {self._path} within {max(0.0, timeout_s):.3g} s"
         )
+
+
+def _plain(problem: str) -> str:
+    """What the decoder of our own message says, in the words of a caller: "version: Expected `str`, got `int`"."""
+    match = re.search(r"([^:]+) - at `\$\.?(.*)`$", problem)
+    return f"{match[2]}: {match[1].strip()}" if match else problem
 
 
 def _read_large(large: Large, fds: list[int]) -> Reply:
