@@ -3,7 +3,7 @@
 Each message it gets, but pings, is a line of JSON in the file named by TEST_JOURNAL. What loading a model does follows
 from the model's parameter `on_load`: a signal's name (it dies of it), "refuse", "hang" (its block shows a
 batch that runs), "silent" (no answer), "helper" (starts a process that ignores everything; its pid is in the journal),
-or "NAME while FILE" (dies of the signal as long as the file exists). A file named TEST_JOURNAL with ".refuse" behind it
+or "NAME while FILE" (as long as the file exists). A file named TEST_JOURNAL with ".refuse" behind it
 makes it refuse channels.
 """
 

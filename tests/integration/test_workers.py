@@ -196,3 +196,20 @@ async def test_a_refused_model_is_not_tried_again(journal: Journal) -> None:
         pid = worker.pid
         worker.kill("a test")
         assert journal.types(await replaced(worker, pid)) == ["Start"]
+
+
+@in_loop
+async def test_a_model_that_only_the_replacement_refuses_is_reported_as_the_models_fault(
+    journal: Journal, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusing = tmp_path / "refusing"
+    async with running() as workers:
+        lost = []
+        workers.on_model_lost = lambda *what: lost.append(what)
+        worker = await load(workers, config(on_load=f"refuse while {refusing}"))
+        refusing.touch()
+        pid = worker.pid
+        worker.kill("a test")
+        await replaced(worker, pid)
+        assert lost == [("m", 1, 1, "cannot load this")]
+        assert "cannot be given" not in caplog.text
