@@ -17,8 +17,10 @@ from typing import final
 
 from msgspec.structs import replace
 
+from broker.repository.check import describe_exit
 from broker.repository.config import LoadFailure, ModelConfig
 from broker.repository.protocol import LoadRequest, LoadRun, Plan, encode_request
+from broker.repository.requirements import check_requirements
 from broker.worker_process import kill
 from shm.errors import Code, InferError
 
@@ -32,8 +34,9 @@ async def results(
 ) -> AsyncIterator[Plan | ModelConfig | LoadFailure]:
     """First the plan, then a result for every model it names, each as soon as it is known.
 
-    Raises InferError INTERNAL when there is no plan: the loader could not even list the models.
+    Raises InferError when there is no plan: the loader could not even list the models, or cannot run here.
     """
+    check_requirements()
     first = True
     while True:
         loader, run, given = _Loader(request, module), LoadRun(), 0
@@ -116,12 +119,18 @@ class _Loader:
             kill(self._pidfd)  # only if we were cancelled is there anything to kill
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            code = self._process.wait()
             os.close(self._output)
-            os.close(self._pidfd)
-        if self._reason:
-            return self._reason
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+            code = self._process.poll()
+            if code is None:  # it was killed just now, or the kernel holds it: nobody waits for that
+                self._loop.add_reader(self._pidfd, self._reap)
+            else:
+                os.close(self._pidfd)
+        return self._reason or describe_exit(code or 0)
+
+    def _reap(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        self._process.poll()
+        os.close(self._pidfd)
 
     async def _readable(self, fd: int, limit_s: float) -> bool:
         event = asyncio.Event()

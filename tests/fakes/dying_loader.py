@@ -1,6 +1,7 @@
 """A loader process for tests: plans the models it is asked for, and meets the fate that each one's name asks for.
 
-Run as `python -m tests.fakes.dying_loader` in the real loader's place. Names: "segv…", "exit…", "hang…", "noise…";
+Run as `python -m tests.fakes.dying_loader` in the real loader's place.
+Names: "segv…", "realtime…", "exit…", "hang…", "noise…";
 "unplanned" dies before the plan; all others are loaded.
 """
 
@@ -41,6 +42,8 @@ def main() -> None:
         if name.startswith("segv"):
             signal.signal(signal.SIGSEGV, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGSEGV)
+        elif name.startswith("realtime"):
+            os.kill(os.getpid(), signal.SIGRTMIN + 6)
         elif name.startswith("exit"):
             os._exit(3)
         elif name.startswith("hang"):

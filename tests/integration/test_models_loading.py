@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from broker.loading import results
+from broker.loading import _Loader, results
 from broker.repository.config import LoadFailure, ModelConfig
 from broker.repository.protocol import LoadRequest, Plan
 from shm.errors import InferError
-from tests.fakes.processes import descriptors, in_loop, subreaper
+from tests.fakes.processes import children, descriptors, in_loop, subreaper, until
 
 MODULE = "tests.fakes.dying_loader"
 
@@ -32,6 +33,7 @@ async def load(*names: str, progress_s: float = 60.0) -> list[Plan | ModelConfig
     ("name", "how"),
     [
         ("segv", "was killed by SIGSEGV"),
+        ("realtime", "was killed by signal 40"),
         ("exit", "exited with status 3"),
         ("noise", "wrote what cannot be read"),
     ],
@@ -57,6 +59,20 @@ async def test_a_loader_that_makes_no_progress_is_killed() -> None:
     assert isinstance(found[1], LoadFailure)
     assert found[1].reason.startswith("the loader process made no progress for 1 s")
     assert isinstance(found[2], ModelConfig)
+
+
+@in_loop
+async def test_whoever_stops_waiting_for_a_loader_blocks_nobody() -> None:
+    before = descriptors()
+    loader = _Loader(LoadRequest(repositories=("/nowhere",), models=("hang",)), MODULE)
+    assert await loader.read(60.0)
+    ending = asyncio.create_task(loader.ended())
+    await asyncio.sleep(0)
+    ending.cancel()
+    await asyncio.wait([ending])
+    assert ending.cancelled()
+    await until(lambda: not children())
+    await until(lambda: descriptors() <= before)
 
 
 @in_loop
