@@ -285,6 +285,7 @@ class Loop:
         """Write the statistics of what was taken and of what ran inline."""
         self._block[statistics.TAKEN] += self._taken
         self._taken = 0
+        self._block[statistics.IN_FLIGHT] = self.scheduler.in_flight()
         while self._ran_inline:  # a deposed leader may add to it meanwhile
             for instance in self._ran_inline.pop().instances:
                 instance.flush()
