@@ -26,6 +26,7 @@ from clientlib.layout import PlanOutdated, RoomNeeded
 from clientlib.link import Bound, Link
 from clientlib.native import Native
 from clientlib.plans import MAX_PRIORITY, deadline_ns_of, remaining_s
+from clientlib.process import StaysHere
 from clientlib.recipe import Budget, Outputs, Slots, recipe
 from clientlib.region import AsyncRegion, MappedRegion, TensorRef
 from clientlib.results import InferResult
@@ -51,8 +52,10 @@ async def connect_async(
 
 
 @final
-class AsyncClient:
+class AsyncClient(StaysHere):
     """A connection to the broker for one event loop; made by `connect_async`."""
+
+    elsewhere = "await clientlib.connect_async() in the other process"
 
     def __init__(self, directory: str, slots: int) -> None:
         reference = weakref.ref(self)

@@ -19,6 +19,7 @@ from clientlib.async_lane import AsyncLane
 from clientlib.layout import Layout
 from clientlib.link import Bound
 from clientlib.pending import expired
+from clientlib.process import StaysHere
 from clientlib.results import InferResult
 from shm.errors import Code
 from shm.layout import CODE_MASK, FINAL
@@ -31,7 +32,7 @@ _CARRIED = struct.Struct("=HHIHQ")  # the fields of a submission that the caller
 
 
 @final
-class AsyncPending:
+class AsyncPending(StaysHere):
     """A submitted request of an `AsyncPlan`; await it, or `result()`."""
 
     __slots__ = (
@@ -56,6 +57,7 @@ class AsyncPending:
     )
 
     note: bytes
+    elsewhere = "send its result's arrays"
 
     def __init__(
         self,

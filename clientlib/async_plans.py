@@ -20,7 +20,8 @@ from clientlib.layout import RoomNeeded
 from clientlib.link import Bound, Prepared
 from clientlib.overlap import in_use
 from clientlib.pending import expired
-from clientlib.plans import NOT_CARRIED, check_all, check_options, deadline_ns_of, outside, remaining_s
+from clientlib.plans import NOT_CARRIED, Plan, check_all, check_options, deadline_ns_of, outside, remaining_s
+from clientlib.process import StaysHere
 from clientlib.recipe import Recipe
 from clientlib.results import InferResult
 from shm.errors import Code, InferError
@@ -30,10 +31,11 @@ if TYPE_CHECKING:
 
 
 @final
-class AsyncPlan:
+class AsyncPlan(StaysHere):
     """A model, and where its inputs and outputs lie, checked once. Arguments are those of `Plan`."""
 
     __slots__ = ("__weakref__", "_binding", "_bound", "_client", "prepared", "recipe")
+    elsewhere = Plan.elsewhere
 
     def __init__(self, client: AsyncClient, recipe: Recipe) -> None:
         self._client = client

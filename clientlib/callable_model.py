@@ -9,6 +9,7 @@ from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, final
 
 from clientlib.automatic import Inputs
+from clientlib.process import StaysHere
 from clientlib.recipe import Outputs
 from clientlib.results import InferResult
 from shm.messages import ModelMetadata, TensorMetadata
@@ -18,10 +19,11 @@ if TYPE_CHECKING:
     from clientlib.client import Client
 
 
-class Metadata:
+class Metadata(StaysHere):
     """What both kinds of model know. `inputs` and `outputs` have name, datatype, shape (batch dimension included)."""
 
     __slots__ = ("_version", "metadata")
+    elsewhere = "connect() and model() there"
 
     def __init__(self, metadata: ModelMetadata, version: str) -> None:
         self.metadata = metadata

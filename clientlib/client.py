@@ -26,6 +26,7 @@ from clientlib.layout import PlanOutdated, RoomNeeded
 from clientlib.link import Bound, Link
 from clientlib.native import Native
 from clientlib.plans import MAX_PRIORITY, Plan, deadline_ns_of
+from clientlib.process import StaysHere
 from clientlib.recipe import Budget, Outputs, Slots, recipe
 from clientlib.region import MappedRegion, Region, TensorRef
 from clientlib.results import InferResult
@@ -70,8 +71,10 @@ def _spin_s(spin_us: float) -> float:
 
 
 @final
-class Client:
+class Client(StaysHere):
     """A connection to the broker. Every method may be called from any thread; made by `connect`."""
+
+    elsewhere = "call clientlib.connect() in the other process"
 
     def __init__(self, directory: str, deadline: float, slots: int, spin_s: float) -> None:
         reference = weakref.ref(self)

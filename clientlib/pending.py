@@ -16,6 +16,7 @@ from clientlib.arena import Lease
 from clientlib.arguments import seconds
 from clientlib.channels import Lane, wake
 from clientlib.layout import Layout
+from clientlib.process import StaysHere
 from clientlib.results import InferResult
 from shm.errors import Code, InferError
 from shm.layout import CODE_MASK
@@ -28,7 +29,7 @@ LONGEST_WAIT_S = 3600.0  # of one wait; whoever waits looks again after it
 
 
 @final
-class Pending:
+class Pending(StaysHere):
     """A submitted request of a `Plan`. `input_slot` and `output_slot` say which positions it uses."""
 
     __slots__ = (
@@ -49,6 +50,7 @@ class Pending:
     )
 
     note: bytes
+    elsewhere = "send its result's arrays"
 
     def __init__(
         self, plan: Plan, lane: Lane, layout: Layout, input_slot: int, output_slot: int, rows: int, deadline_ns: int

@@ -23,6 +23,7 @@ from clientlib.layout import RoomNeeded
 from clientlib.link import Bound, Prepared
 from clientlib.overlap import in_use
 from clientlib.pending import LONGEST_WAIT_S, Pending
+from clientlib.process import StaysHere
 from clientlib.recipe import Recipe
 from clientlib.results import InferResult
 from shm.errors import Code, InferError
@@ -42,7 +43,7 @@ MAX_SEQUENCE_ID = 2**64 - 1
 
 
 @final
-class Plan:
+class Plan(StaysHere):
     """A model, and where its inputs and outputs lie, checked once. Any thread may use it.
 
     `infer` and `submit` take: `timeout`, the deadline in seconds; `input_slot` and `output_slot`, the positions;
@@ -50,6 +51,7 @@ class Plan:
     """
 
     __slots__ = ("__weakref__", "_client", "_local", "prepared", "recipe")
+    elsewhere = "connect() and prepare() there; region.share() and open_region() bring the memory"
 
     def __init__(self, client: Client, recipe: Recipe) -> None:
         self._client = client

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Protocol
+from typing import ClassVar, NoReturn, Protocol
 
 from shm.errors import ForkedError
 
@@ -19,6 +19,19 @@ class Inherited(Protocol):
 
     def leave_to_parent(self) -> None:
         """Called in the child, by its only thread. Must take no lock: another thread of the parent may have held it."""
+
+
+class StaysHere:
+    """Something that works in the process that made it alone. `elsewhere` says what other processes do instead."""
+
+    __slots__ = ()
+    elsewhere: ClassVar[str]
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled, it belongs to the process that made it: "
+            f"{self.elsewhere}"
+        )
 
 
 generation = 0

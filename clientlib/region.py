@@ -31,7 +31,7 @@ C = TypeVar("C")
 MAX_RANK = 64
 
 
-class MappedRegion:
+class MappedRegion(process.StaysHere):
     """A named range of memory that this session registered or opened. Attributes are read-only facts.
 
     `name`, `kind` ("pool" or "system"), `byte_size`, `key` (POSIX name, system only), `offset` in the object.
@@ -49,6 +49,7 @@ class MappedRegion:
         "offset",
         "retired",
     )
+    elsewhere = "send the token that region.share() gives; open_region(token) of a client there opens the same memory"
 
     def __init__(self, name: str, fd: int, offset: int, byte_size: int, writable: bool, *, kind: str, key: str) -> None:
         """Owns `fd`: pools keep it, to be registered again after a restart of the broker."""

@@ -45,6 +45,9 @@ class InferError(Exception):
     def __str__(self) -> str:
         return f"[{self.code}] {self.message}"
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.code!r}, {self.message!r})"
+
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.code, self.message))
 

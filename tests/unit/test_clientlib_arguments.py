@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 
 import numpy as np
 import pytest
@@ -270,3 +271,28 @@ class TestTimeouts:
 
     def test_in_seconds(self):
         assert (seconds(0.5), seconds(float("inf"))) == (0.5, 1e9)
+
+
+class TestOtherProcesses:
+    def test_what_stays_here_says_what_to_do_there(self, client):
+        region, plan = doubling(client)
+        pending = plan.submit()
+        for thing, way in (
+            (client, "clientlib.connect()"),
+            (region, "region.share()"),
+            (region.tensor((1,), "FP32"), "open_region(token)"),
+            (plan, "prepare() there"),
+            (client.model("double"), "model() there"),
+            (pending, "arrays"),
+        ):
+            for protocol in (0, pickle.HIGHEST_PROTOCOL):
+                with pytest.raises(TypeError, match=r"belongs to the process that made it") as caught:
+                    pickle.dumps(thing, protocol)
+                assert way in str(caught.value)
+
+    def test_results_and_errors_travel(self, client):
+        result = pickle.loads(pickle.dumps(client.infer("double", {"x": X})))
+        assert result["y"].tolist() == [[2, 2]]
+        error = InferError("NOT_FOUND", "it's gone")
+        assert repr(error) == repr(pickle.loads(pickle.dumps(error))) == """InferError('NOT_FOUND', "it's gone")"""
+        assert repr(clientlib.ConnectionLost("gone")) == "ConnectionLost('UNAVAILABLE', 'gone')"
