@@ -150,7 +150,7 @@ def check_repositories(repositories: Sequence[str], *, strict: bool) -> int:
     try:
         results = check(repositories, strict=strict)
     except InferError as error:
-        print(error, file=sys.stderr)
+        print(printable(error.message), file=sys.stderr)
         return 1
     rows: list[tuple[str, str, str]] = []
     notes: list[str] = []

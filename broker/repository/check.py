@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from broker.repository.config import LoadFailure, ModelConfig
 from broker.repository.protocol import LoadRequest, LoadRun, encode_request
+from broker.repository.requirements import check_requirements
 from shm.errors import Code, InferError
 
 LOADER_COMMAND = (sys.executable, "-P", "-m", "broker.repository.loader")  # -P: never import from the working directory
@@ -34,8 +35,9 @@ def check(
     """The outcome per model (`models` empty: all), in name order. An unreadable repository fails under its own path.
 
     A loader (`command`) that dies, or says nothing for `silence_s`, costs the model it was reading; the rest goes to
-    a new one. Raises InferError INTERNAL when the loader cannot run at all.
+    a new one. Raises InferError when the loader cannot run at all.
     """
+    check_requirements()
     request = LoadRequest(repositories=tuple(repositories), models=tuple(models), strict=strict)
     results: dict[str, ModelConfig | LoadFailure] = {}
     while True:

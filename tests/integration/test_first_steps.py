@@ -63,3 +63,19 @@ def test_what_is_wrong_with_a_model_is_said_once_and_notes_are_its_own(tmp_path)
         assert sum("unexpected directory name" in line for line in lines) == 2, "in the log and in the table"
         assert sum("model 'add1': max_batch_size is not set" in line for line in lines) == 1
         assert "failed to load all models (--exit-on-error=false serves" in broker.log()
+
+
+def test_an_installation_for_clients_says_what_serving_needs(tmp_path, monkeypatch):
+    # As if the packages were not there: Python runs this module at start, in every process.
+    hidden = "import sys\nsys.modules.update(dict.fromkeys(['tritonclient', 'onnx']))\n"
+    (tmp_path / "sitecustomize.py").write_text(hidden)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    models.write_model(tmp_path / "repository", "add1", models.add1())
+    needs = "the loader needs onnx and tritonclient: pip install 'tensorbroker[cpu]'"
+    for arguments in (("check",), ("explain", "add1", "--model-repository")):
+        done = command(*arguments, str(tmp_path / "repository"))
+        assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{needs}\n")
+    with Broker(tmp_path / "repository", tmp_path / "run") as broker:
+        assert broker.process.wait(LIMIT_S) == 1
+        assert f"error: creating server: Internal - {needs}" in broker.log()
+        assert "Traceback" not in broker.log()
