@@ -11,10 +11,8 @@ import contextlib
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, final
 
-from msgspec.structs import replace
-
 from broker.supervision import Load, LoadDeaths
-from broker.worker.messages import AttachChannel, LinkMessage, LoadInstances
+from broker.worker.messages import LinkMessage, LoadInstances
 from broker.worker_process import ProcessDied, WorkerProcess
 from shm.errors import Code, InferError
 
@@ -195,8 +193,6 @@ class DesiredState:
     async def _send(self, process: WorkerProcess, wanted: Wanted) -> None:
         """Raises ProcessDied, and InferError when the worker refuses."""
         message = wanted.message
-        if isinstance(message, AttachChannel):
-            message = replace(message, recover=wanted.sent != 0)
         wanted.sent = process.life
         try:
             if isinstance(message, LoadInstances):

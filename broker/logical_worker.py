@@ -178,7 +178,7 @@ class Worker:
 
     async def attach_channel(self, record: ChannelRecord) -> None:
         """Have it served."""
-        message = AttachChannel(channel=record.channel, session=record.session, slots=record.slots, recover=False)
+        message = AttachChannel(channel=record.channel, session=record.session, slots=record.slots)
         descriptors = (record.memory, record.ledger, record.bell, record.pipe_write)
         self._records[record.channel] = record
         try:

@@ -85,7 +85,10 @@ class TensorMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client may know of a model version. `state` is Triton's: READY, LOADING, UNLOADING, UNAVAILABLE."""
+    """What a client may know of a model version. `state` is Triton's: READY, LOADING, UNLOADING, UNAVAILABLE.
+
+    `max_batch_size_completed`: auto-completion chose `max_batch_size`, no configuration says it.
+    """
 
     name: str
     version: str
@@ -98,6 +101,7 @@ class ModelMetadata(msgspec.Struct, frozen=True, kw_only=True):
     outputs: tuple[TensorMetadata, ...] = ()
     workers: tuple[str, ...] = ()
     decoupled: bool = False
+    max_batch_size_completed: bool = False
 
 
 class RegionRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -218,7 +222,6 @@ class Welcome(Message, frozen=True, kw_only=True, tag=True):
     session: int
     version: str
     max_channels: int = 64
-    max_slots: int = 1024
 
 
 class Starting(Message, frozen=True, kw_only=True, tag=True):

@@ -110,12 +110,11 @@ class DropPlan(LinkMessage, frozen=True, kw_only=True, tag=True):
 
 
 class AttachChannel(LinkMessage, frozen=True, kw_only=True, tag=True):
-    """`recover`: the channel had a previous worker, whose pidfd is readable by now."""
+    """Serve it. What a previous worker left in it is taken over; that one's pidfd is readable by now."""
 
     channel: int
     session: int
     slots: int
-    recover: bool
 
 
 class DetachChannel(LinkMessage, frozen=True, kw_only=True, tag=True):

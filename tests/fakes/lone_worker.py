@@ -154,10 +154,8 @@ class Session:
         self.channel = next(worker._channels)
         self._plans = iter(range(1 << 30))
 
-    def attach(self, recover: bool = False) -> Session:
-        message = messages.AttachChannel(
-            channel=self.channel, session=self.number, slots=self.twin.slots, recover=recover
-        )
+    def attach(self) -> Session:
+        message = messages.AttachChannel(channel=self.channel, session=self.number, slots=self.twin.slots)
         twin = self.twin
         self.worker.ask(message, twin.memory_fd, twin.ledger_fd, twin.bell_fd, twin.pipe_write)
         return self

@@ -370,7 +370,7 @@ def test_a_suspect_runs_again_alone_and_first(worker, gate, session):
         taken: list = []
         dead.take(1, time.monotonic_ns(), taken)
         dead.start(taken[0])
-        client.attach(recover=True)
+        client.attach()
         gate.entered()
         beside = other.submit(3)
         queued(block, 2)

@@ -13,7 +13,7 @@ from broker.worker import messages
 from broker.worker.link import Link
 from shm import sockets
 
-ATTACH = messages.AttachChannel(id=7, channel=1, session=1, slots=1, recover=False)
+ATTACH = messages.AttachChannel(id=7, channel=1, session=1, slots=1)
 
 
 @pytest.fixture
