@@ -318,6 +318,7 @@ class Models:
             outputs=tuple(tensor_metadata(tensor, batched) for tensor in config.output),
             workers=(worker.key,) if worker is not None else (),
             decoupled=config.decoupled,
+            max_batch_size_completed=config.max_batch_size_completed,
         )
 
 

@@ -128,7 +128,10 @@ def _batch_size(model: ModelMetadata, specs: Sequence[TensorSpec]) -> int:
             raise _refuse(f"input '{spec.name}' batch size does not match other inputs for '{model.name}'")
         rows = spec.shape[0]
     if rows > model.max_batch_size:
-        raise _refuse(f"inference request batch-size must be <= {model.max_batch_size} for '{model.name}', got {rows}")
+        raise _refuse(
+            f"inference request batch-size must be <= {model.max_batch_size} for '{model.name}', got {rows}"
+            + (f". NOTE:{note}" if (note := _completed_note(model)) else "")
+        )
     if rows == 0:
         raise _refuse(f"inference request batch-size must be >= 1 for '{model.name}', got 0")
     return max(rows, 1)
@@ -145,8 +148,17 @@ def _check_input(model: ModelMetadata, metadata: TensorMetadata, spec: TensorSpe
         raise _refuse(
             f"unexpected shape for input '{spec.name}' for model '{model.name}'. Expected "
             f"{shape_text(metadata.shape)}, got {shape_text(spec.shape)}."
-            + (_BATCH_NOTE if model.max_batch_size else "")
+            + (_BATCH_NOTE + _completed_note(model) if model.max_batch_size else "")
         )
+
+
+def _completed_note(model: ModelMetadata) -> str:
+    if not model.max_batch_size_completed:
+        return ""
+    return (
+        f" max_batch_size was set to {model.max_batch_size} by auto-completion: put `max_batch_size: 0` in "
+        "config.pbtxt to turn it off"
+    )
 
 
 def _check_specified(model: ModelMetadata, spec: TensorSpec) -> None:

@@ -70,6 +70,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     `versions`: version number → absolute path of its directory, after the version policy, ascending.
     `json`: the whole configuration in Triton's JSON form, for `GET /v2/models/M/config`.
     `notes`: what the loader changed or ignored, each reported once at load.
+    `max_batch_size_completed`: nobody wrote `max_batch_size`, auto-completion chose it.
     """
 
     name: str
@@ -88,6 +89,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     parameters: dict[str, str] = {}
     json: str = "{}"
     notes: tuple[str, ...] = ()
+    max_batch_size_completed: bool = False
 
     @property
     def worker_group(self) -> str:

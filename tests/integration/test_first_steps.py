@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
+import clientlib
+from shm.errors import InferError
 from tests.fakes import models
 from tests.fakes.broker import LIMIT_S, Broker, command
 
@@ -79,3 +82,17 @@ def test_an_installation_for_clients_says_what_serving_needs(tmp_path, monkeypat
         assert broker.process.wait(LIMIT_S) == 1
         assert f"error: creating server: Internal - {needs}" in broker.log()
         assert "Traceback" not in broker.log()
+
+
+def test_a_shape_without_the_batch_dimension_nobody_asked_for_is_explained(tmp_path):
+    models.write_model(tmp_path / "repository", "rank1", models.identity(dims=("N",)))
+    with (
+        Broker(tmp_path / "repository", tmp_path / "run") as broker,
+        clientlib.connect(f"ipc://{broker.ready().directory}") as client,
+        pytest.raises(InferError) as refusal,
+    ):
+        client.infer("rank1", {"x": np.zeros(3, np.float32)})
+    assert refusal.value.message.startswith(
+        "unexpected shape for input 'x' for model 'rank1'. Expected [-1,1], got [3]."
+    )
+    assert "max_batch_size was set to 4 by auto-completion" in refusal.value.message

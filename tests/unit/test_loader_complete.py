@@ -28,6 +28,19 @@ def test_a_batchable_file_without_a_text(tmp_path):
     assert config.worker_group == "default"
 
 
+@pytest.mark.parametrize(
+    ("model", "text", "completed"),
+    [
+        (models.add1(), None, True),
+        (models.add1(), "max_batch_size: 4", False),
+        (models.add1(), "max_batch_size: 0", False),
+        (models.fixed_batch(2), None, False),
+    ],
+)
+def test_it_is_known_who_chose_the_batch_size(tmp_path, model, text, completed):
+    assert config_of(tmp_path, model, text).max_batch_size_completed is completed
+
+
 def test_the_default_batch_size_is_an_option(tmp_path):
     assert config_of(tmp_path, models.add1(), default_max_batch_size=16).max_batch_size == 16
 

@@ -40,6 +40,14 @@ def test_a_missing_version_is_noted(tmp_path):
     assert "version 7 is specified for model 'm', but the version directory is not present" in config.notes
 
 
+def test_a_policy_that_chooses_nothing_is_named(tmp_path):
+    write_versions(tmp_path, "version_policy { specific { versions: [ 7, 9 ] } }", {1: models.add1()})
+    assert run(tmp_path).reason == (
+        "failed to load 'm', no version is available: version_policy { specific { versions: [ 7, 9 ] } } chooses none "
+        f"of those in {tmp_path / 'm'} (present: 1)"
+    )
+
+
 def test_no_version(tmp_path):
     models.write_model(tmp_path, "m", version="01")
     assert run(tmp_path).reason.startswith("failed to load 'm', no version is available")
@@ -86,6 +94,21 @@ def test_backend_and_names(tmp_path, text, part):
 def test_nothing_says_which_backend(tmp_path):
     reason = reason_of(tmp_path, None)
     assert reason.startswith("Invalid model name: Could not determine backend for model 'm' with no backend in model")
+
+
+def test_the_backend_follows_from_the_ending_of_the_file_that_the_text_names(tmp_path):
+    models.write_model(tmp_path, "m", models.add1(), config='default_model_filename: "net.onnx"', filename="net.onnx")
+    config = run(tmp_path)
+    assert (config.backend, config.default_model_filename) == ("onnxruntime", "net.onnx")
+
+
+def test_the_files_that_say_nothing_are_named(tmp_path):
+    models.write_model(tmp_path, "m", models.add1(), filename="net.onnx")
+    reason = run(tmp_path).reason
+    assert f"{tmp_path / 'm' / '1'} has 'net.onnx'. " in reason
+    assert "'default_model_filename'" in reason
+    (tmp_path / "empty" / "1").mkdir(parents=True)
+    assert f"{tmp_path / 'empty' / '1'} is empty" in run(tmp_path, "empty").reason
 
 
 def test_a_backend_of_the_model_itself(tmp_path):

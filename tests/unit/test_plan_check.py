@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from broker.plan_check import _meet_at_one_position, check, symbol_sizes
 from broker.records import RegionEntry
@@ -141,6 +142,20 @@ def test_input_errors(inputs, text):
         add(inputs)
     assert text in refusal.value.message
     assert refusal.value.code == "INVALID_ARG"
+
+
+@pytest.mark.parametrize("shape", [(3,), (16,)])
+def test_a_batch_size_that_nobody_wrote_is_explained(shape):
+    chosen = replace(ADD, max_batch_size_completed=True)
+    inputs = (tensor("A", shape), tensor("B", shape))
+    request = Prepare(model="add", inputs=inputs, outputs=(tensor("SUM", (2, 16), region="out_"),))
+    with pytest.raises(InferError) as refusal:
+        check(chosen, request, find)
+    note = "max_batch_size was set to 4 by auto-completion: put `max_batch_size: 0` in config.pbtxt to turn it off"
+    assert refusal.value.message.endswith(f" {note}")
+    with pytest.raises(InferError) as refusal:
+        check(ADD, request, find)
+    assert "auto-completion" not in refusal.value.message
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ _DEFAULT_PLATFORMS = {
 }
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 CUSTOM_BACKEND = "backend.py"
+MAX_LISTED = 8  # names of files in an error
 
 
 def fill_backend(config: model_config_pb2.ModelConfig, model: ModelDirectory, version_paths: Sequence[str]) -> None:
@@ -79,8 +80,8 @@ def _custom_backend(model: ModelDirectory) -> bool:
 
 
 def _detect(filename: str, model: ModelDirectory, version_paths: Sequence[str]) -> str:
-    if filename in _FILES:
-        return _FILES[filename]
+    if backend := _FILES.get(f"model{os.path.splitext(filename)[1]}"):
+        return backend
     for path in version_paths:
         for name, backend in _FILES.items():
             if os.path.lexists(os.path.join(path, name)):
@@ -90,9 +91,20 @@ def _detect(filename: str, model: ModelDirectory, version_paths: Sequence[str]) 
         return suffix
     raise ModelError(
         f"Invalid model name: Could not determine backend for model '{model.name}' with no backend in model "
-        "configuration. Expected model name of the form 'model.<backend_name>'. Put a model file "
-        f"({', '.join(_FILES)}) into its version directory, or set 'backend' in config.pbtxt"
+        "configuration. Expected model name of the form 'model.<backend_name>'. "
+        f"{_found(version_paths)}. Give the model file one of the names {', '.join(_FILES)}, or put its own name into "
+        "config.pbtxt as 'default_model_filename', or set 'backend' there"
     )
+
+
+def _found(version_paths: Sequence[str]) -> str:
+    """What lies where a model file is expected, in words."""
+    parts = []
+    for path in version_paths:
+        names = sorted(os.listdir(path))
+        more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+        parts.append(f"{path} has {', '.join(map(repr, names[:MAX_LISTED]))}{more}" if names else f"{path} is empty")
+    return "; ".join(parts)
 
 
 def _default_file(backend: str, version_paths: Sequence[str]) -> str:

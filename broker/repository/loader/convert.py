@@ -34,6 +34,8 @@ def to_model_config(
     signatures: Sequence[Signature],
     verdicts: Mapping[str, Verdict],
     notes: Sequence[str],
+    *,
+    max_batch_size_completed: bool,
 ) -> ModelConfig:
     """`signatures`: one per served version, newest first; empty when no file was read (then nothing is known)."""
     inputs, outputs = _tensors(config, signatures, verdicts)
@@ -57,6 +59,7 @@ def to_model_config(
         parameters={key: value.string_value for key, value in config.parameters.items()},
         json=to_json(config),
         notes=tuple(dict.fromkeys(notes)),
+        max_batch_size_completed=max_batch_size_completed,
     )
 
 

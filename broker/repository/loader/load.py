@@ -58,6 +58,7 @@ def load(model: ModelDirectory, request: LoadRequest) -> ModelConfig | LoadFailu
 
 def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
     parsed = _read_config(model, request.strict)
+    completed = False
     config, notes = parsed.config, [*parsed.notes, *check_support(parsed.config)]
     versions = _served_versions(config, model, notes)
     newest_first = dict(reversed(versions.items()))
@@ -69,6 +70,7 @@ def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
         read.append(_read_version(config, model, number, path))
         if not request.strict:
             notes += complete(config, read[0].signature, parsed.states_max_batch_size, request.default_max_batch_size)
+            completed = config.max_batch_size > 0 and not parsed.states_max_batch_size
     notes += normalise(config, request.gpus)
     tensors = [tensor for version in read for tensor in (*version.signature.inputs, *version.signature.outputs)]
     validate(config, model, request.gpus, frozenset(tensor.name for tensor in tensors if tensor.shape == ()))
@@ -93,6 +95,7 @@ def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
         [version.signature for version in read],
         verdicts(config, [(version.number, version.policy) for version in read]),
         notes,
+        max_batch_size_completed=completed,
     )
 
 
@@ -136,6 +139,12 @@ def _served_versions(config: model_config_pb2.ModelConfig, model: ModelDirectory
             chosen = dict(list(chosen.items())[-count:])
     if not chosen:
         present = ", ".join(map(str, found.paths)) or "none"
+        if found.paths:
+            wanted = ", ".join(map(str, policy.specific.versions))
+            raise ModelError(
+                f"failed to load '{model.name}', no version is available: version_policy {{ specific {{ versions: "
+                f"[ {wanted} ] }} }} chooses none of those in {model.path} (present: {present})"
+            )
         raise ModelError(
             f"failed to load '{model.name}', no version is available: {model.path} needs a directory named by a "
             f"number, such as {os.path.join(model.path, '1')} (present: {present})"
