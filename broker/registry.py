@@ -197,14 +197,15 @@ class Registry:
         # Shielded: the session may end, which must not leave an entry draining for good.
         await asyncio.shield(asyncio.gather(*(self._drain(entry) for entry in retired.values())))
 
-    def expel(self, generation: int) -> None:
-        """Retire a region on the broker's own account: its file was truncated under a worker."""
+    def expel(self, generation: int) -> RegionEntry | None:
+        """Retire a region on the broker's own account: its file was truncated under a worker. None: it is already."""
         for entry in self:
             if entry.generation == generation and not entry.draining:
                 task = asyncio.create_task(self.unregister(entry.session, entry.name))
                 self._expulsions.add(task)
                 task.add_done_callback(self._expelled)
-                return
+                return entry
+        return None
 
     def close(self) -> None:
         """Close every descriptor. Only when no worker runs any more."""

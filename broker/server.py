@@ -31,6 +31,7 @@ from broker.repository.scan import misplaced, unreadable
 from broker.run_directory import RunDirectory, RunDirectoryError
 from broker.statistics_blocks import StatisticsBlocks
 from broker.status import StatusDocument
+from broker.supervision import TRUNCATED_REGIONS, Truncations
 from broker.workers import Workers
 from shm.capacity import memory_limit
 from shm.errors import InferError
@@ -97,7 +98,8 @@ class Server:
         self._sessions = status.sessions = Sessions(self._control)
         self._workers.plans = plans
         self._workers.on_channel_broken = self._channel_broken
-        self._workers.on_region_shrunk = lambda region, generation: self._registry.expel(generation)
+        self._truncations = Truncations()
+        self._workers.on_region_shrunk = self._region_shrunk
 
     async def run(self) -> int:
         """Serve until told to stop. Returns the exit status."""
@@ -178,6 +180,19 @@ class Server:
         session = self._sessions.get(self._channels.session_of(channel))
         if session is not None:
             session.hang_up(f"channel {channel}: {reason}")
+
+    def _region_shrunk(self, region: int, generation: int) -> None:
+        entry = self._registry.expel(generation)
+        if entry is None or entry.source is not None:  # whoever opened it by a token is a victim like the worker
+            return
+        session = self._sessions.get(entry.session)
+        if session is not None and self._truncations.region(entry.session, generation, time.monotonic_ns()):
+            reason = (
+                f"{TRUNCATED_REGIONS} regions of this session were truncated while a worker had them mapped, within "
+                f"60 s; the last one was '{entry.name}'. Unregister a region before its shared memory is made smaller"
+            )
+            log.error("session %d is hung up: %s", entry.session, reason)
+            session.hang_up(reason)
 
 
 async def _reap_orphans() -> None:

@@ -16,6 +16,7 @@ HANG_FLOOR_S = 10.0
 HANG_FACTOR = 10
 HANG_UNMEASURED_S = 120.0
 
+TRUNCATED_REGIONS = 3  # of one session within BLAME_WINDOW_NS
 PING_EVERY_S = 5.0
 PING_LIMIT_S = 30.0
 PING_STEP_NS = 1_000_000_000  # between two looks there may be more only if the broker itself stood still
@@ -102,6 +103,30 @@ class Offenders:
             return True
         self._last[session, model] = now_ns
         return False
+
+
+@final
+class Truncations:
+    """Sessions that registered what was truncated under workers: three regions within 60 s are no accident.
+
+    Each region may have cost a start of every worker that mapped it, and of all who wait for those.
+    """
+
+    __slots__ = ("_at",)
+
+    def __init__(self) -> None:
+        self._at: dict[int, dict[int, int]] = {}  # by session: generation of the region → when
+
+    def region(self, session: int, generation: int, now_ns: int) -> bool:
+        """This one was found truncated. True: the session must go."""
+        self._at.setdefault(session, {})[generation] = now_ns
+        for other, regions in tuple(self._at.items()):
+            recent = {region: at for region, at in regions.items() if now_ns - at <= BLAME_WINDOW_NS}
+            if recent:
+                self._at[other] = recent
+            else:
+                del self._at[other]
+        return len(self._at[session]) >= TRUNCATED_REGIONS
 
 
 class Running(NamedTuple):

@@ -10,6 +10,7 @@ from broker.supervision import (
     Offenders,
     Pulse,
     Running,
+    Truncations,
     hang_limit_s,
 )
 
@@ -174,3 +175,15 @@ def test_a_broker_that_stood_still_does_not_blame_the_worker():
 def test_a_worker_is_asked_every_five_seconds():
     pulse = Pulse(5.0, 30.0, 0)
     assert [at for at in range(1, 16) if pulse.is_due(at * S)] == [5, 10, 15]
+
+
+def test_the_third_truncated_region_within_a_minute_is_one_too_many():
+    truncations = Truncations()
+    assert [truncations.region(1, region, region * 25 * S) for region in range(1, 4)] == [False, False, True]
+    assert not truncations.region(2, 4, 75 * S), "another session's"
+
+
+def test_truncations_long_ago_or_of_the_same_region_do_not_count():
+    truncations = Truncations()
+    assert [truncations.region(1, region, region * 31 * S) for region in range(1, 9)] == [False] * 8
+    assert [truncations.region(2, 1, at) for at in range(4)] == [False] * 4
