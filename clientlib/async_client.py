@@ -15,11 +15,11 @@ from types import TracebackType
 from typing import Any, TypeVar, final
 
 from clientlib.address import Absent, dial, directory_of
-from clientlib.arguments import seconds, whole
+from clientlib.arguments import model_text, seconds, version_text, whole
 from clientlib.async_lane import AsyncLane, LoopLanes
 from clientlib.async_plans import AsyncPlan, turn
 from clientlib.async_session import AsyncSession
-from clientlib.automatic import Automatic, Inputs, Request, check_parameters
+from clientlib.automatic import Automatic, Inputs, Request, check_parameters, told_apart
 from clientlib.callable_model import AsyncModel
 from clientlib.client import CALL_S, MAX_SLOTS, NO_CUDA, RECONNECT_S, RETRY_S
 from clientlib.layout import PlanOutdated, RoomNeeded
@@ -81,9 +81,11 @@ class AsyncClient(StaysHere):
         """Every model of the broker by name, with its state."""
         return await self._run(self.native.models)
 
-    async def model(self, name: str, version: str = "") -> AsyncModel:
+    async def model(self, name: str, version: str | int = "") -> AsyncModel:
         """A model to call. Raises InferError when the broker does not serve it."""
-        return AsyncModel(self, await self._run(lambda link: self.native.model(link, name, version)), version)
+        name, version = model_text(name), version_text(version)
+        await self._run(lambda link: self.native.model(link, name, version))
+        return AsyncModel(self, name, version)
 
     async def statistics(self, model: str = "", version: str = "") -> list[dict[str, Any]]:
         """Triton's model statistics (counts, durations in ns), of one model or all."""
@@ -162,7 +164,8 @@ class AsyncClient(StaysHere):
         try:
             return await self._infer(asked, deadline_ns, priority)
         except PlanOutdated:
-            return await self._infer(asked, deadline_ns, priority)
+            with told_apart(model):
+                return await self._infer(asked, deadline_ns, priority)
 
     # --- life ------------------------------------------------------------------------------------------------------
 

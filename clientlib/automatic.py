@@ -6,15 +6,17 @@ broker. Used by both clients; no I/O.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, Generic, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
 
 from clientlib.arguments import model_text, shown, text, version_text
+from clientlib.layout import PlanOutdated
 from clientlib.recipe import ArrayInput, Budget, Outputs, Recipe, check_outputs
 from clientlib.region import TensorRef
 from shm import datatypes
@@ -83,6 +85,18 @@ def check_parameters(parameters: Mapping[str, object] | None) -> None:
             f"request parameters ({', '.join(map(repr, parameters))}) are not carried to models yet; priority and "
             "timeout are arguments of their own",
         )
+
+
+@contextlib.contextmanager
+def told_apart(model: str) -> Iterator[None]:
+    """Around a second attempt: who called `infer` has no plan to prepare again."""
+    try:
+        yield
+    except PlanOutdated:
+        raise InferError(
+            Code.UNAVAILABLE,
+            f"model '{model}' was reloaded with other inputs or outputs once more while this was asked: ask again",
+        ) from None
 
 
 def _array(name: str, value: object) -> Array:

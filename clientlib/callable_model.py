@@ -19,20 +19,24 @@ if TYPE_CHECKING:
     from clientlib.client import Client
 
 
+Known = Mapping[tuple[str, str], ModelMetadata]  # by name and version asked for
+
+
 class Metadata(StaysHere):
     """What both kinds of model know. `inputs` and `outputs` have name, datatype, shape (batch dimension included)."""
 
-    __slots__ = ("_version", "metadata")
+    __slots__ = ("_known", "_version", "name")
     elsewhere = "connect() and model() there"
 
-    def __init__(self, metadata: ModelMetadata, version: str) -> None:
-        self.metadata = metadata
+    def __init__(self, known: Known, name: str, version: str) -> None:
+        self.name = name
+        self._known = known
         self._version = version
 
     @property
-    def name(self) -> str:
-        """The model's name."""
-        return self.metadata.name
+    def metadata(self) -> ModelMetadata:
+        """What the broker said last: a call that finds the model reloaded asks it again."""
+        return self._known[self.name, self._version]
 
     @property
     def inputs(self) -> tuple[TensorMetadata, ...]:
@@ -64,8 +68,8 @@ class Model(Metadata):
 
     __slots__ = ("_client",)
 
-    def __init__(self, client: Client, metadata: ModelMetadata, version: str) -> None:
-        super().__init__(metadata, version)
+    def __init__(self, client: Client, name: str, version: str) -> None:
+        super().__init__(client.native.known, name, version)
         self._client = client
 
     def infer(
@@ -88,8 +92,8 @@ class AsyncModel(Metadata):
 
     __slots__ = ("_client",)
 
-    def __init__(self, client: AsyncClient, metadata: ModelMetadata, version: str) -> None:
-        super().__init__(metadata, version)
+    def __init__(self, client: AsyncClient, name: str, version: str) -> None:
+        super().__init__(client.native.known, name, version)
         self._client = client
 
     def infer(

@@ -18,8 +18,8 @@ from types import TracebackType
 from typing import Any, TypeVar, final
 
 from clientlib.address import Absent, dial, directory_of
-from clientlib.arguments import seconds, shown, whole
-from clientlib.automatic import Automatic, Inputs, Request, check_parameters
+from clientlib.arguments import model_text, seconds, shown, version_text, whole
+from clientlib.automatic import Automatic, Inputs, Request, check_parameters, told_apart
 from clientlib.callable_model import Model
 from clientlib.channels import Lane, Lanes
 from clientlib.layout import PlanOutdated, RoomNeeded
@@ -97,9 +97,11 @@ class Client(StaysHere):
         """Every model of the broker by name, with its state."""
         return self._run(self.native.models)
 
-    def model(self, name: str, version: str = "") -> Model:
+    def model(self, name: str, version: str | int = "") -> Model:
         """A model to call. Raises InferError when the broker does not serve it."""
-        return Model(self, self._run(lambda link: self.native.model(link, name, version)), version)
+        name, version = model_text(name), version_text(version)
+        self._run(lambda link: self.native.model(link, name, version))
+        return Model(self, name, version)
 
     def statistics(self, model: str = "", version: str = "") -> list[dict[str, Any]]:
         """Triton's model statistics (counts, durations in ns), of one model or all."""
@@ -185,7 +187,8 @@ class Client(StaysHere):
         try:
             return self._infer(asked, deadline_ns, priority)
         except PlanOutdated:
-            return self._infer(asked, deadline_ns, priority)
+            with told_apart(model):
+                return self._infer(asked, deadline_ns, priority)
 
     # --- life ------------------------------------------------------------------------------------------------------
 

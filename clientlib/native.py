@@ -47,6 +47,7 @@ class Native(Generic[L]):
         self.closed = False
         self.made_in = process.generation
         self.regions: dict[str, MappedRegion] = {}
+        self.known: dict[tuple[str, str], ModelMetadata] = {}  # by name and version asked for, as last heard
         self._store = Store()
         self._slots = slots
         self._spin_s = spin_s
@@ -230,9 +231,11 @@ class Native(Generic[L]):
 
     def model(self, link: Link[L], name: str, version: str) -> Procedure[ModelMetadata]:
         """One model. Raises InferError with Triton's lookup texts."""
-        reply, _ = yield Call(messages.GetModel(model=model_text(name), version=version_text(version)))
+        name, version = model_text(name), version_text(version)
+        reply, _ = yield Call(messages.GetModel(model=name, version=version))
         assert isinstance(reply, messages.Models)
-        return reply.models[0]
+        model = self.known[name, version] = reply.models[0]
+        return model
 
     def statistics(self, link: Link[L], model: str, version: str) -> Procedure[list[dict[str, Any]]]:
         """Triton's model_stats."""
