@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,8 +34,12 @@ output { name: "y" data_type: TYPE_FP32 dims: [ -1, 2, -1, 1 ] reshape { shape: 
 
 
 @pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
-    root = tmp_path_factory.mktemp("repository")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("repository")
+
+
+@pytest.fixture(scope="module")
+def broker(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
     models.write_model(root, "rank1", models.identity(dims=("N",)))
     models.write_model(root, "rank1_text", models.identity(TensorProto.STRING, ("N",)))
     models.write_model(root, "scalar", models.identity(dims=()))
@@ -45,7 +50,9 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
     models.write_model(root, "pairs", models.identity(dims=("a", 2, "b")), config=PAIRS)
     models.write_model(root, "distinct", models.unique(), config=models.NONZERO_CONFIG)
     models.write_model(root, "distinct_row", models.unique(), config=COUNT)
-    with Broker(root, tmp_path_factory.mktemp("run")) as broker:
+    models.write_model(root, "reloaded", models.identity(dims=(2, 2)), config=SQUARE.format(0))
+    flags = ("--model-control-mode=explicit", "--load-model=*")
+    with Broker(root, tmp_path_factory.mktemp("run"), *flags) as broker:
         yield broker.ready()
 
 
@@ -98,3 +105,14 @@ def test_requests_that_run_as_one_batch(client):
     for position, request in enumerate(pending):
         np.testing.assert_array_equal(request.result(timeout=30)["y"], np.full((1, 4), position, np.float32))
     assert client.statistics("square_together")[0]["execution_count"] == 1
+
+
+def test_a_plan_follows_a_reload_with_another_reshape(client, root):
+    x = np.arange(4, dtype=np.float32)
+    plan = client.prepare("reloaded", {"x": (region := client.create_region("r", 4096)).tensor((4,), "FP32")})
+    region.array((4,), np.float32)[:] = x
+    np.testing.assert_array_equal(plan.infer()["y"], x)
+    row = SQUARE.format(0).replace("[ 2, 2 ]", "[ 1, 4 ]")
+    models.write_model(root, "reloaded", models.identity(dims=(1, 4)), config=row)
+    client.load("reloaded")
+    np.testing.assert_array_equal(plan.infer()["y"], x)
