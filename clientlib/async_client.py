@@ -7,6 +7,7 @@ A client lives on the loop on which it was connected.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import weakref
@@ -23,7 +24,7 @@ from clientlib.automatic import Automatic, Inputs, Request, check_parameters, to
 from clientlib.callable_model import AsyncModel
 from clientlib.client import CALL_S, MAX_SLOTS, NO_CUDA, RECONNECT_S, RETRY_S
 from clientlib.layout import PlanOutdated, RoomNeeded
-from clientlib.link import Bound, Link
+from clientlib.link import Bound, Link, Prepared
 from clientlib.native import Native
 from clientlib.plans import MAX_PRIORITY, deadline_ns_of, remaining_s
 from clientlib.process import StaysHere
@@ -87,7 +88,7 @@ class AsyncClient(StaysHere):
         await self._run(lambda link: self.native.model(link, name, version))
         return AsyncModel(self, name, version)
 
-    async def statistics(self, model: str = "", version: str = "") -> list[dict[str, Any]]:
+    async def statistics(self, model: str = "", version: str | int = "") -> list[dict[str, Any]]:
         """Triton's model statistics (counts, durations in ns), of one model or all."""
         return await self._run(lambda link: self.native.statistics(link, model, version))
 
@@ -137,7 +138,7 @@ class AsyncClient(StaysHere):
         inputs: Mapping[str, TensorRef],
         outputs: Outputs = None,
         slots: Slots = 1,
-        version: str = "",
+        version: str | int = "",
     ) -> AsyncPlan:
         """Check a request once, to run it many times. As `Client.prepare`."""
         plan = AsyncPlan(self, recipe(model, inputs, outputs, slots, version, BUDGET))
@@ -152,7 +153,7 @@ class AsyncClient(StaysHere):
         timeout: float | None = None,
         priority: int = 0,
         parameters: Mapping[str, object] | None = None,
-        version: str = "",
+        version: str | int = "",
     ) -> InferResult:
         """Run a model on arrays, or on tensors in regions; arrays are copied once. As `Client.infer`."""
         if parameters:
@@ -190,6 +191,17 @@ class AsyncClient(StaysHere):
         """Give an output of `plan` more room."""
         await self._run_until(self._ends(deadline_ns, CALL_S), lambda link: self.native.grow(link, plan, needed))
 
+    async def release(self, prepared: Prepared[AsyncLane]) -> None:
+        """Tell the broker that a plan will not be used any more, unless the session it was prepared on has ended."""
+        if self.native.closed:
+            return
+        self._check()
+        link = prepared.link
+        if link is self.native.link:
+            assert isinstance(link.session, AsyncSession)
+            with contextlib.suppress(ConnectionLost):
+                await link.session.drive(self.native.release(link, prepared), self._loop.time() + CALL_S)
+
     # --- inside ----------------------------------------------------------------------------------------------------
 
     async def _infer(self, asked: Request, deadline_ns: int, priority: int) -> InferResult:
@@ -223,11 +235,7 @@ class AsyncClient(StaysHere):
 
     async def _run_until(self, deadline: float, make: Callable[[Link[AsyncLane]], Procedure[T]]) -> T:
         while True:
-            self.native.check()
-            if asyncio.get_running_loop() is not self._loop:
-                raise InferError(
-                    Code.INVALID_ARG, "this client lives on another event loop: connect_async() on this one"
-                )
+            self._check()
             link = self.native.link
             fresh = link is None
             if link is None:
@@ -240,6 +248,11 @@ class AsyncClient(StaysHere):
                 self.native.lose(link)
                 if fresh or self.native.closed:
                     raise
+
+    def _check(self) -> None:
+        self.native.check()
+        if asyncio.get_running_loop() is not self._loop:
+            raise InferError(Code.INVALID_ARG, "this client lives on another event loop: connect_async() on this one")
 
     async def _connect(self, deadline: float, *, wait: bool) -> Link[AsyncLane]:
         """The session, made anew unless another task was faster. `wait`: for a broker that was there before."""

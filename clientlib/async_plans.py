@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
 import numpy.typing as npt
@@ -20,7 +21,16 @@ from clientlib.layout import RoomNeeded
 from clientlib.link import Bound, Prepared
 from clientlib.overlap import in_use
 from clientlib.pending import expired
-from clientlib.plans import NOT_CARRIED, Plan, check_all, check_options, deadline_ns_of, outside, remaining_s
+from clientlib.plans import (
+    NOT_CARRIED,
+    Plan,
+    check_all,
+    check_options,
+    deadline_ns_of,
+    outside,
+    remaining_s,
+    was_released,
+)
 from clientlib.process import StaysHere
 from clientlib.recipe import Recipe
 from clientlib.results import InferResult
@@ -34,13 +44,14 @@ if TYPE_CHECKING:
 class AsyncPlan(StaysHere):
     """A model, and where its inputs and outputs lie, checked once. Arguments are those of `Plan`."""
 
-    __slots__ = ("__weakref__", "_binding", "_bound", "_client", "prepared", "recipe")
+    __slots__ = ("__weakref__", "_binding", "_bound", "_client", "_released", "prepared", "recipe")
     elsewhere = Plan.elsewhere
 
     def __init__(self, client: AsyncClient, recipe: Recipe) -> None:
         self._client = client
         self._binding = asyncio.Lock()
         self._bound: Bound[AsyncLane] | None = None
+        self._released = False
         self.recipe = recipe
         self.prepared: Prepared[AsyncLane] | None = None
 
@@ -96,6 +107,23 @@ class AsyncPlan(StaysHere):
             await self._client.grow(self, needed, deadline_ns)
         return await (await self._start(deadline_ns, 0, None, options, values)).finish()
 
+    async def release(self) -> None:
+        """Let go, at the broker too, of what the plan holds. As `Plan.release`."""
+        self._released = True
+        self.unbind()
+        prepared = self.prepared
+        if prepared is not None and not prepared.layout.ranges.live:
+            self.prepared = None
+            await self._client.release(prepared)
+
+    async def __aenter__(self) -> AsyncPlan:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self.release()
+
     @property
     def places_byte_size(self) -> int:
         """What the plan takes of the client's own memory."""
@@ -116,7 +144,11 @@ class AsyncPlan(StaysHere):
         async with turn(self._binding, remaining_s(deadline_ns), "binds the same plan"):
             bound = self._bound
             if bound is None:
-                bound = self._bound = await self._client.bind(self, deadline_ns)
+                bound = None if self._released else await self._client.bind(self, deadline_ns)
+                if bound is None or self._released:
+                    await self.release()  # also what was prepared meanwhile
+                    raise was_released()
+                self._bound = bound
             return bound
 
     async def _start(

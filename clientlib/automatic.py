@@ -38,10 +38,12 @@ class Request:
 
     __slots__ = ("_chosen", "_inputs", "_model", "_version", "key", "values")
 
-    def __init__(self, model: str, version: str, inputs: Inputs, outputs: Outputs) -> None:
+    def __init__(self, model: str, version: str | int, inputs: Inputs, outputs: Outputs) -> None:
         """Raises InferError for inputs that are neither arrays nor tensors in a region."""
-        if type(model) is not str or type(version) is not str:
-            model, version = model_text(model), version_text(version)
+        if type(model) is not str:
+            model = model_text(model)
+        if type(version) is not str:
+            version = version_text(version)
         self._model, self._version = model, version
         if not isinstance(inputs, Mapping):
             raise InferError(Code.INVALID_ARG, f"inputs must map names to arrays, got {type(inputs).__name__}")

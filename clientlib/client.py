@@ -8,6 +8,7 @@ A call finds the session lost at worst once: it is then repeated on a new one, o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -23,7 +24,7 @@ from clientlib.automatic import Automatic, Inputs, Request, check_parameters, to
 from clientlib.callable_model import Model
 from clientlib.channels import Lane, Lanes
 from clientlib.layout import PlanOutdated, RoomNeeded
-from clientlib.link import Bound, Link
+from clientlib.link import Bound, Link, Prepared
 from clientlib.native import Native
 from clientlib.plans import MAX_PRIORITY, Plan, deadline_ns_of
 from clientlib.process import StaysHere
@@ -103,7 +104,7 @@ class Client(StaysHere):
         self._run(lambda link: self.native.model(link, name, version))
         return Model(self, name, version)
 
-    def statistics(self, model: str = "", version: str = "") -> list[dict[str, Any]]:
+    def statistics(self, model: str = "", version: str | int = "") -> list[dict[str, Any]]:
         """Triton's model statistics (counts, durations in ns), of one model or all."""
         return self._run(lambda link: self.native.statistics(link, model, version))
 
@@ -153,7 +154,7 @@ class Client(StaysHere):
         inputs: Mapping[str, TensorRef],
         outputs: Outputs = None,
         slots: Slots = 1,
-        version: str = "",
+        version: str | int = "",
     ) -> Plan:
         """Check a request once, to run it many times.
 
@@ -172,7 +173,7 @@ class Client(StaysHere):
         timeout: float | None = None,
         priority: int = 0,
         parameters: Mapping[str, object] | None = None,
-        version: str = "",
+        version: str | int = "",
     ) -> InferResult:
         """Run a model on arrays, or on tensors in regions; arrays are copied once.
 
@@ -211,6 +212,17 @@ class Client(StaysHere):
     def grow(self, plan: Plan, needed: RoomNeeded, deadline_ns: int) -> None:
         """Give an output of `plan` more room."""
         self._run_until(_ends(deadline_ns, CALL_S), lambda link: self.native.grow(link, plan, needed))
+
+    def release(self, prepared: Prepared[Lane]) -> None:
+        """Tell the broker that a plan will not be used any more, unless the session it was prepared on has ended."""
+        if self.native.closed:
+            return
+        self.native.check()
+        link = prepared.link
+        if link is self.native.link:
+            assert isinstance(link.session, SyncSession)
+            with contextlib.suppress(ConnectionLost):
+                link.session.drive(self.native.release(link, prepared), time.monotonic() + CALL_S)
 
     # --- inside ----------------------------------------------------------------------------------------------------
 

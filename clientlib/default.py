@@ -46,12 +46,12 @@ def models() -> dict[str, ModelMetadata]:
     return _default().models()
 
 
-def model(name: str, version: str = "") -> Model:
+def model(name: str, version: str | int = "") -> Model:
     """As `Client.model`."""
     return _default().model(name, version)
 
 
-def statistics(model: str = "", version: str = "") -> list[dict[str, Any]]:
+def statistics(model: str = "", version: str | int = "") -> list[dict[str, Any]]:
     """As `Client.statistics`."""
     return _default().statistics(model, version)
 
@@ -97,7 +97,7 @@ def unregister(name: str | None = None) -> None:
 
 
 def prepare(
-    model: str, inputs: Mapping[str, TensorRef], outputs: Outputs = None, slots: Slots = 1, version: str = ""
+    model: str, inputs: Mapping[str, TensorRef], outputs: Outputs = None, slots: Slots = 1, version: str | int = ""
 ) -> Plan:
     """As `Client.prepare`."""
     return _default().prepare(model, inputs, outputs, slots, version)
@@ -110,7 +110,7 @@ def infer(
     timeout: float | None = None,
     priority: int = 0,
     parameters: Mapping[str, object] | None = None,
-    version: str = "",
+    version: str | int = "",
 ) -> InferResult:
     """As `Client.infer`."""
     return _default().infer(model, inputs, outputs, timeout, priority, parameters, version)

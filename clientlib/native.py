@@ -229,7 +229,7 @@ class Native(Generic[L]):
         assert isinstance(reply, messages.Models)
         return {model.name: model for model in reply.models}
 
-    def model(self, link: Link[L], name: str, version: str) -> Procedure[ModelMetadata]:
+    def model(self, link: Link[L], name: str, version: str | int) -> Procedure[ModelMetadata]:
         """One model. Raises InferError with Triton's lookup texts."""
         name, version = model_text(name), version_text(version)
         reply, _ = yield Call(messages.GetModel(model=name, version=version))
@@ -237,10 +237,10 @@ class Native(Generic[L]):
         model = self.known[name, version] = reply.models[0]
         return model
 
-    def statistics(self, link: Link[L], model: str, version: str) -> Procedure[list[dict[str, Any]]]:
+    def statistics(self, link: Link[L], model: str, version: str | int) -> Procedure[list[dict[str, Any]]]:
         """Triton's model_stats."""
-        model, version = model_text(model, empty=True), version_text(version)
-        reply, _ = yield Call(messages.GetStatistics(model=model, version=version))
+        model = model_text(model, empty=True)
+        reply, _ = yield Call(messages.GetStatistics(model=model, version=version_text(version)))
         assert isinstance(reply, messages.Statistics)
         return list(reply.model_stats)
 
@@ -339,6 +339,11 @@ class Native(Generic[L]):
         """Nobody will use this preparation any more. Any thread, any time."""
         if prepared.link is self.link:
             self._released.append((prepared.link, prepared.index, prepared.generation))
+
+    def release(self, link: Link[L], prepared: Prepared[L]) -> Procedure[None]:
+        """The same, told to the broker now."""
+        self.released(prepared)
+        yield from self._release_dropped(link)
 
     def _release_dropped(self, link: Link[L]) -> Procedure[None]:
         dropped, self._released = self._released, []

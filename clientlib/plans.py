@@ -11,7 +11,8 @@ import functools
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
 import numpy.typing as npt
@@ -21,7 +22,7 @@ from clientlib.arguments import FOREVER_S, seconds, whole
 from clientlib.channels import Lane, wake
 from clientlib.layout import RoomNeeded
 from clientlib.link import Bound, Prepared
-from clientlib.overlap import in_use
+from clientlib.overlap import Live, in_use
 from clientlib.pending import LONGEST_WAIT_S, Pending
 from clientlib.process import StaysHere
 from clientlib.recipe import Recipe
@@ -50,12 +51,13 @@ class Plan(StaysHere):
     `rows`, to use fewer than the prepared batch (0: all); `priority`; and the sequence's id and ends.
     """
 
-    __slots__ = ("__weakref__", "_client", "_local", "prepared", "recipe")
+    __slots__ = ("__weakref__", "_client", "_local", "_released", "prepared", "recipe")
     elsewhere = "connect() and prepare() there; region.share() and open_region() bring the memory"
 
     def __init__(self, client: Client, recipe: Recipe) -> None:
         self._client = client
         self._local = threading.local()
+        self._released = False
         self.recipe = recipe
         self.prepared: Prepared[Lane] | None = None
 
@@ -116,6 +118,27 @@ class Plan(StaysHere):
             self._client.grow(self, needed, deadline_ns)
         return self._finish(self._start(deadline_ns, 0, None, 0, priority, 0, False, False, values))
 
+    def release(self) -> None:
+        """Let go, at the broker too, of what the plan holds; without it that comes when nobody refers to the plan.
+
+        A later request raises InferError. Those in flight end as usual, and what they need goes with them or when this
+        is called again. Results stay valid.
+        """
+        self._released = True
+        self.unbind()
+        prepared = self.prepared
+        if prepared is not None:
+            _look_at(prepared.layout.ranges.live)
+            if not prepared.layout.ranges.live:  # else the plan's end is that of the last `Pending`, which refers to it
+                self.prepared = None
+                self._client.release(prepared)
+
+    def __enter__(self) -> Plan:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.release()
+
     @property
     def places_byte_size(self) -> int:
         """What the plan takes of the client's own memory."""
@@ -133,7 +156,10 @@ class Plan(StaysHere):
 
     def _bind(self, deadline_ns: int) -> Bound[Lane]:
         local = self._local  # before asking: what replaces it meanwhile must not be undone
-        bound = self._client.bind(self, deadline_ns)
+        bound = None if self._released else self._client.bind(self, deadline_ns)
+        if bound is None or self._released:
+            self.release()  # also what was prepared meanwhile
+            raise was_released()
         local.bound = bound
         return bound
 
@@ -228,8 +254,7 @@ class Plan(StaysHere):
         until = deadline_ns / 1e9 if deadline_ns else _now() + FULL_WAIT_S
         while True:
             # Requests that nobody waits for give their places back only when somebody looks.
-            for lane in {pending.lane for pending in tuple(bound.live.values()) if isinstance(pending, Pending)}:
-                lane.look()
+            _look_at(bound.live)
             lock = threading.Lock()
             lock.acquire()
             turn = functools.partial(wake, lock)
@@ -289,6 +314,12 @@ class Plan(StaysHere):
                 )
 
 
+def _look_at(live: Mapping[int, Live]) -> None:
+    """Settle those of a plan's requests that have ended without anybody having looked."""
+    for lane in {pending.lane for pending in tuple(live.values()) if isinstance(pending, Pending)}:
+        lane.look()
+
+
 def deadline_ns_of(timeout: float) -> int:
     """The deadline that a submission carries; 0 for a timeout of inf. Raises InferError for what is no timeout."""
     patience_s = seconds(timeout)
@@ -316,6 +347,11 @@ def check_all(input_slot: int, output_slot: int | None, rows: int, priority: int
     if output_slot is not None:
         whole(output_slot, "output_slot", 0, MAX_POSITIONS - 1)
     check_options(rows, priority, sequence_id, False, False)
+
+
+def was_released() -> InferError:
+    """The error for a request of a plan that the application has let go."""
+    return InferError(Code.UNAVAILABLE, "this plan was released: prepare another one")
 
 
 def outside(bound: Bound[Any], input_slot: int, output_slot: int) -> InferError:

@@ -58,7 +58,7 @@ class Recipe:
 
 
 def recipe(
-    model: str, inputs: Mapping[str, TensorRef], outputs: Outputs, slots: Slots, version: str, budget: Budget
+    model: str, inputs: Mapping[str, TensorRef], outputs: Outputs, slots: Slots, version: str | int, budget: Budget
 ) -> Recipe:
     """The recipe of a `prepare` call. Raises InferError for arguments of the wrong kind."""
     if not isinstance(inputs, Mapping):

@@ -13,8 +13,7 @@ from clientlib.arguments import seconds, shown
 from clientlib.session import Call
 from shm import messages
 from shm.errors import InferError
-from shm.messages import ModelMetadata, TensorMetadata
-from tests.fakes.small_broker import MODELS, SmallBroker, doubling
+from tests.fakes.small_broker import SmallBroker, doubling
 
 X = np.ones((1, 2), np.float32)
 NAMES = [None, 5, b"r", "", "r" * 257, "\ud800", ["r"]]
@@ -297,51 +296,3 @@ class TestOtherProcesses:
         error = InferError("NOT_FOUND", "it's gone")
         assert repr(error) == repr(pickle.loads(pickle.dumps(error))) == """InferError('NOT_FOUND', "it's gone")"""
         assert repr(clientlib.ConnectionLost("gone")) == "ConnectionLost('UNAVAILABLE', 'gone')"
-
-
-class TestReloads:
-    @pytest.fixture
-    def reloaded(self, small_broker, monkeypatch):
-        """Reload `double` for vectors instead of matrices, when called."""
-
-        def reload() -> None:
-            x, y = (TensorMetadata(name=name, datatype="FP32", shape=(-1,), symbols=("n",)) for name in "xy")
-            monkeypatch.setitem(MODELS, "double", ModelMetadata(name="double", version="2", inputs=(x,), outputs=(y,)))
-            small_broker.reload()
-
-        return reload
-
-    def test_a_model_object_follows(self, client, reloaded):
-        model = client.model("double", 1)
-        assert model({"x": X[:, :1]})["y"].shape == (1, 1)
-        assert client.infer("double", {"x": X}, version="1")["y"].shape == (1, 2)
-        reloaded()
-        assert model({"x": X[:, :1]})["y"].tolist() == [2]
-        assert (model.name, model.inputs[0].shape, model.outputs[0].shape) == ("double", (-1,), (-1,))
-        assert repr(model) == "<model 'double' version 2, READY>"
-
-    def test_one_that_is_reloaded_all_the_time_is_no_plan_of_the_caller(self, client, small_broker, monkeypatch):
-        prepare = SmallBroker._prepare
-
-        def outdated(self, session, asked):
-            reply = prepare(self, session, asked)
-            self.reload()
-            return reply
-
-        monkeypatch.setattr(SmallBroker, "_prepare", outdated)
-        with pytest.raises(InferError, match=r"reloaded.*ask again") as caught:
-            client.model("double")({"x": X})
-        assert caught.value.code == "UNAVAILABLE"
-        assert "plan" not in caught.value.message
-        assert small_broker.calls.count("Prepare") == 2
-
-    def test_on_a_loop(self, small_broker, reloaded):
-        async def main() -> None:
-            async with await clientlib.connect_async(small_broker.directory) as client:
-                model = await client.model("double")
-                await model({"x": X[:, :1]})
-                reloaded()
-                await model({"x": X[:, :1]})
-                assert model.inputs[0].shape == (-1,)
-
-        asyncio.run(main())
