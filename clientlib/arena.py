@@ -19,8 +19,9 @@ import numpy.typing as npt
 
 from clientlib.region import MappedRegion
 from shm.arena import Arena
+from shm.memory import pages
 
-CHUNK = 16 << 20  # bytes of a chunk, unless a block needs more
+FIRST_CHUNK, LARGEST_CHUNK = 1 << 20, 16 << 20  # bytes; a block that needs more gets more
 ALIGNMENT = 64
 
 
@@ -78,6 +79,11 @@ class Store:
                 with contextlib.suppress(ValueError):
                     self._chunks.remove(chunk)
         self._chunks.append(Chunk(region))
+
+    def next_chunk(self, byte_size: int) -> int:
+        """Bytes of the chunk to make for a block of `byte_size`: as much as there is already, within bounds."""
+        held = sum(region.byte_size for region in self.regions())
+        return max(min(max(held, FIRST_CHUNK), LARGEST_CHUNK), pages(byte_size))
 
     def regions(self) -> list[MappedRegion]:
         """The regions of all chunks, to be registered again after a restart of the broker."""

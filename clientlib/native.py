@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, Generic, final
 
 from clientlib import process
-from clientlib.arena import CHUNK, Block, Store
+from clientlib.arena import Block, Store
 from clientlib.arguments import LONGEST_TEXT, model_text, shown, text, version_text, whole
 from clientlib.layout import Layout, RoomNeeded, sketch
 from clientlib.link import Bound, L, Link, PlanState, Prepared
@@ -28,7 +28,6 @@ from clientlib.session import Call, Procedure
 from shm import messages
 from shm.client_channel import ClientChannel
 from shm.errors import Code, ConnectionLost, InferError
-from shm.memory import pages
 from shm.messages import ModelMetadata, RegionRecord, Welcome
 from shm.regions import create_pool
 from shm.sockets import close_all
@@ -291,7 +290,13 @@ class Native(Generic[L]):
         while (block := self._store.allocate(byte_size)) is None:
             number = len(self._store.regions()) + 1
             name = f"clientlib.{number}.{os.urandom(4).hex()}"
-            self._store.add((yield from self._create(name, max(CHUNK, pages(byte_size)))))
+            region = yield from self._create(name, self._store.next_chunk(byte_size))
+            if (block := self._store.allocate(byte_size)) is not None:
+                # Others were making one at the same time, and one serves all.
+                region.release_fd()
+                yield Call(messages.Unregister(name=name))
+                break
+            self._store.add(region)
         return block
 
     def grow(self, link: Link[L], plan: PlanState[L], needed: RoomNeeded) -> Procedure[None]:

@@ -1,9 +1,10 @@
-"""Plans that a reload made useless, and plans that the application lets go."""
+"""Plans that a reload made useless, plans that the application lets go, and the memory that they share."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 import clientlib
 from shm.errors import InferError
 from shm.messages import ModelMetadata, TensorMetadata
-from tests.fakes.small_broker import MODELS, SmallBroker, doubling
+from tests.fakes.small_broker import MODELS, SmallBroker, connect, doubling
 
 X = np.ones((1, 2), np.float32)
 
@@ -155,3 +156,44 @@ class TestRelease:
                 assert small_broker.calls.count("Release") == 1
 
         asyncio.run(main())
+
+
+class TestChunks:
+    def held(self, client) -> list[int]:
+        return [record.byte_size for record in client.regions() if record.name.startswith("clientlib.")]
+
+    def test_begin_small_and_grow_with_what_is_needed(self, client):
+        for rows in (1, 2, 3):
+            client.infer("double", {"x": np.ones((rows, 1), np.float32)})
+        assert self.held(client) == [1 << 20], "one chunk for all small plans"
+        for rows in range(4, 44):
+            client.infer("double", {"x": np.ones((rows, 1 << 12), np.float32)})
+        held = self.held(client)
+        assert held == sorted(held)
+        assert held[:3] == [1 << 20, 1 << 20, 2 << 20]
+        assert held[-1] == 16 << 20
+        client.infer("double", {"x": np.ones((5, 1 << 20), np.float32)})
+        assert self.held(client)[-1] == 2 * 2 * 5 * 4 << 20  # two places of an input and an output
+
+    def test_of_threads_that_begin_at_once_are_one(self, small_broker):
+        both = threading.Barrier(2)
+        with connect(small_broker) as client:
+            create = client.native._create
+
+            def create_together(name, byte_size):
+                if name.startswith("clientlib."):
+                    both.wait(60)
+                return create(name, byte_size)
+
+            client.native._create = create_together
+            threads = [
+                threading.Thread(target=client.infer, args=("double", {"x": np.ones((rows, 1), np.float32)}))
+                for rows in (1, 2)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+            assert self.held(client) == [1 << 20]
+            assert small_broker.calls.count("Unregister") == 1
+            assert [region.name for region in client.native._store.regions()] == [r.name for r in client.regions()]
