@@ -1,4 +1,4 @@
-"""A small broker in this process for the tests of the client library."""
+"""A small broker in this process for the tests of the client library, and what every module begins with."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ import pytest
 
 import clientlib
 from tests.fakes.small_broker import SmallBroker, connect
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_of_another_module() -> None:
+    """Cycles left by other tests may hold descriptors: collected later, they would be missed by tests that count."""
+    gc.collect()
 
 
 @pytest.fixture
