@@ -282,7 +282,7 @@ def test_refusals_leave_no_descriptor(channels, worker, quota):
         quota.limit = 4096
         with pytest.raises(InferError, match="a channel of 64 slots"):
             await channels.open(PEER, "cpu/default", 64)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before
         assert channels.of(PEER.session) == []
         assert quota.total == 0
 
@@ -301,7 +301,7 @@ def test_a_session_has_a_bounded_number_of_channels_and_ends_with_a_dead_worker(
         await channels.end(PEER.session)
         assert channels.of(PEER.session) == []
         await channels.end(OTHER.session)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before
         assert quota.total == 0
 
     asyncio.run(scenario())

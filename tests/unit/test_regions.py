@@ -57,7 +57,7 @@ class TestPool:
         message = refusal(create_pool, 2**50, code="UNAVAILABLE")
         assert message.startswith(f"no space left for shared memory: {2**50} bytes asked")
         assert "bytes available" in message
-        assert open_descriptors() == before
+        assert open_descriptors() <= before
 
     @pytest.mark.parametrize("byte_size", [0, -1])
     def test_has_a_size(self, byte_size, fds):
@@ -187,7 +187,7 @@ class TestMapping:
             view[0] = 1
         del memory, view
         gc.collect()
-        assert open_descriptors() == descriptors
+        assert open_descriptors() <= descriptors
         assert maps.read_text().count("tensorbroker-pool") == mappings
 
     def test_more_local_memory_than_an_address_space(self):

@@ -169,7 +169,7 @@ def test_a_receiver_out_of_descriptors_gets_an_error_and_keeps_none(pair, null):
             receive(right)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert descriptors() == before
+    assert descriptors() <= before
     assert raised.value.data == b"two"
 
 
@@ -187,7 +187,7 @@ def test_no_descriptor_leaks_whatever_a_peer_sends(pair, null):
         for _ in range(3):
             with contextlib.suppress(ProtocolError):
                 assert receive(right) is None
-    assert descriptors() == before
+    assert descriptors() <= before
 
 
 @pytest.mark.parametrize("length", [107, 108, 400])
@@ -211,7 +211,7 @@ def test_a_socket_can_lie_at_a_path_of_any_length(tmp_path, length):
         with accepted:
             send(client, b"hello")
             assert receive(accepted) == (b"hello", [])
-    assert descriptors() == before
+    assert descriptors() <= before
 
 
 def test_a_long_relative_path(tmp_path, monkeypatch):
@@ -228,7 +228,7 @@ def test_a_file_name_that_cannot_fit_is_named_in_the_error(tmp_path):
     with pytest.raises(OSError, match="name of a socket file must be shorter") as caught, address(path):
         pass
     assert caught.value.filename == path
-    assert descriptors() == before
+    assert descriptors() <= before
 
 
 def test_a_missing_directory_is_reported(tmp_path):

@@ -225,7 +225,7 @@ class TestSystem:
             for attempt in attempts:
                 with pytest.raises(InferError):
                     attempt()
-        assert open_descriptors() == before
+        assert open_descriptors() <= before
         os.close(unsealed)
 
 
