@@ -66,6 +66,8 @@ def seconds(timeout: float, *, now: bool = False) -> float:
 
     Raises InferError INVALID_ARG for what is no time.
     """
+    if (timeout.__class__ is float or timeout.__class__ is int) and 0 < timeout < FOREVER_S:
+        return timeout
     try:
         if (timeout > 0 or (now and timeout <= 0)) and not isinstance(timeout, bool | np.bool_):
             return max(0.0, float(timeout)) if timeout < FOREVER_S else FOREVER_S

@@ -33,7 +33,11 @@ _CARRIED = struct.Struct("=HHIHQ")  # the fields of a submission that the caller
 
 @final
 class AsyncPending(StaysHere):
-    """A submitted request of an `AsyncPlan`; await it, or `result()`."""
+    """A submitted request of an `AsyncPlan`; await it, or `result()`.
+
+    Applications also call `done` and `cancel`; what else is here without an underscore is the library's own and may
+    change.
+    """
 
     __slots__ = (
         "_bound",

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @final
 class AsyncPlan(StaysHere):
-    """A model, and where its inputs and outputs lie, checked once. Arguments are those of `Plan`."""
+    """A model, and where its inputs and outputs lie, checked once. Verbs and arguments are those of `Plan`."""
 
     __slots__ = ("__weakref__", "_binding", "_bound", "_client", "_released", "prepared", "recipe")
     elsewhere = Plan.elsewhere

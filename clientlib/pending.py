@@ -30,7 +30,11 @@ LONGEST_WAIT_S = 3600.0  # of one wait; whoever waits looks again after it
 
 @final
 class Pending(StaysHere):
-    """A submitted request of a `Plan`. `input_slot` and `output_slot` say which positions it uses."""
+    """A submitted request of a `Plan`. `input_slot` and `output_slot` say which positions it uses.
+
+    Applications call `result`, `done` and `cancel`; what else is here without an underscore is the library's own and
+    may change.
+    """
 
     __slots__ = (
         "_result",

@@ -48,7 +48,8 @@ class Plan(StaysHere):
     """A model, and where its inputs and outputs lie, checked once. Any thread may use it.
 
     `infer` and `submit` take: `timeout`, the deadline in seconds; `input_slot` and `output_slot`, the positions;
-    `rows`, to use fewer than the prepared batch (0: all); `priority`; and the sequence's id and ends.
+    `rows`, to use fewer than the prepared batch (0: all); `priority`; and the sequence's id and ends. The third verb is
+    `release`; what else is here without an underscore is the library's own and may change.
     """
 
     __slots__ = ("__weakref__", "_client", "_local", "_released", "prepared", "recipe")
