@@ -17,7 +17,7 @@ TWICE = "alone and for the second time"
 NOT_TWICE = "does not allow it to run twice"
 REFUSED = "are refused for a minute"
 EXPIRED = "Request timeout expired"
-UNPREPARED = "no answer to "  # the deadline passed while the first request of its kind was prepared
+UNPREPARED = ("no answer to ", "timeout expired while another ")  # … while the first request of its kind was prepared
 SOON_NS = 100_000_000
 
 
@@ -52,7 +52,7 @@ class Judge:
         elif REFUSED in text:
             self.tally.add("refused")
             self.renew = True
-        elif text.startswith((EXPIRED, UNPREPARED)) and deadline_ns and time.monotonic_ns() >= deadline_ns:
+        elif text.startswith((EXPIRED, *UNPREPARED)) and deadline_ns and time.monotonic_ns() >= deadline_ns:
             self.tally.add("expired")
         elif error.code == "CANCELLED" and cancelled:
             self.tally.add("cancelled")
