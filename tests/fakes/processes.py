@@ -15,8 +15,11 @@ from broker.zygote import PR_SET_CHILD_SUBREAPER, prctl
 
 
 def children(pid: int | str = "self") -> list[int]:
-    tasks = Path(f"/proc/{pid}/task")
-    return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a thread that has ended since
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def name_of(pid: int) -> str:
