@@ -21,7 +21,7 @@ FOREVER_S = 1e9
 def whole(value: SupportsIndex, what: str, least: int = 0, most: int = MOST) -> int:
     """`value` as a plain integer from `least` to `most`. Raises InferError INVALID_ARG, naming it `what`."""
     try:
-        number = operator.index(value)
+        number = least - 1 if isinstance(value, np.ndarray) else operator.index(value)
     except TypeError:
         number = least - 1
     if not least <= number <= most:

@@ -156,7 +156,7 @@ class AsyncClient(StaysHere):
         version: str | int = "",
     ) -> InferResult:
         """Run a model on arrays, or on tensors in regions; arrays are copied once. As `Client.infer`."""
-        if parameters:
+        if parameters is not None:
             check_parameters(parameters)
         deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
         asked = Request(model, version, inputs, outputs)

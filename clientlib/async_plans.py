@@ -74,7 +74,7 @@ class AsyncPlan(StaysHere):
         except RoomNeeded as needed:
             await self._client.grow(self, needed, deadline_ns)
         except NOT_CARRIED:
-            check_all(input_slot, output_slot, rows, priority, sequence_id)
+            check_all(input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end)
             raise
         return await (await self._start(deadline_ns, input_slot, output_slot, options)).finish()
 
@@ -95,7 +95,7 @@ class AsyncPlan(StaysHere):
         try:
             return await self._start(deadline_ns, input_slot, output_slot, options)
         except NOT_CARRIED:
-            check_all(input_slot, output_slot, rows, priority, sequence_id)
+            check_all(input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end)
             raise
 
     async def infer_arrays(self, values: Sequence[npt.NDArray[Any]], deadline_ns: int, priority: int) -> InferResult:

@@ -77,11 +77,11 @@ class Request:
         return Recipe(self._model, self._version, inputs, self._chosen, 1, 1, budget)
 
 
-def check_parameters(parameters: Mapping[str, object] | None) -> None:
+def check_parameters(parameters: Mapping[str, object]) -> None:
     """Raises InferError UNSUPPORTED for what cannot be passed on."""
+    if not isinstance(parameters, Mapping):
+        raise InferError(Code.INVALID_ARG, f"parameters must map names to values, got {shown(parameters)}")
     if parameters:
-        if not isinstance(parameters, Mapping):
-            raise InferError(Code.INVALID_ARG, f"parameters must map names to values, got {shown(parameters)}")
         raise InferError(
             Code.UNSUPPORTED,
             f"request parameters ({', '.join(map(repr, parameters))}) are not carried to models yet; priority and "

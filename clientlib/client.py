@@ -179,7 +179,7 @@ class Client(StaysHere):
 
         The first request of a kind (model, datatypes, shapes) prepares a plan, the next use it.
         """
-        if parameters:
+        if parameters is not None:
             check_parameters(parameters)
         deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
         asked = Request(model, version, inputs, outputs)

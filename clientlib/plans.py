@@ -83,7 +83,7 @@ class Plan(StaysHere):
         except RoomNeeded as needed:
             self._client.grow(self, needed, deadline_ns)
         except NOT_CARRIED:
-            check_all(input_slot, output_slot, rows, priority, sequence_id)
+            check_all(input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end)
             raise
         pending = self._start(
             deadline_ns, input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end
@@ -108,7 +108,7 @@ class Plan(StaysHere):
                 deadline_ns, input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end
             )
         except NOT_CARRIED:
-            check_all(input_slot, output_slot, rows, priority, sequence_id)
+            check_all(input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end)
             raise
 
     def infer_arrays(self, values: Sequence[npt.NDArray[Any]], deadline_ns: int, priority: int) -> InferResult:
@@ -342,12 +342,22 @@ def check_options(rows: int, priority: int, sequence_id: int, start: bool, end: 
     return (SEQUENCE_START if start else 0) | (SEQUENCE_END if end else 0)
 
 
-def check_all(input_slot: int, output_slot: int | None, rows: int, priority: int, sequence_id: int) -> None:
+def check_all(
+    input_slot: int,
+    output_slot: int | None,
+    rows: int,
+    priority: int,
+    sequence_id: int,
+    sequence_start: bool,
+    sequence_end: bool,
+) -> None:
     """Raises InferError for the argument that a submission could not carry. Asked when it failed, not before."""
     whole(input_slot, "input_slot", 0, MAX_POSITIONS - 1)
     if output_slot is not None:
         whole(output_slot, "output_slot", 0, MAX_POSITIONS - 1)
     check_options(rows, priority, sequence_id, False, False)
+    whole(sequence_start, "sequence_start", 0, 1)
+    whole(sequence_end, "sequence_end", 0, 1)
 
 
 def was_released() -> InferError:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
+import numpy as np
+
 from clientlib.arguments import model_text, shown, text, version_text
 from clientlib.region import TensorRef
 from shm.errors import Code, InferError
@@ -89,7 +91,7 @@ def check_outputs(outputs: Outputs) -> Outputs:
                     f"output '{name}' must be a tensor in a region (region.tensor(…)), got {_kind(value)}",
                 )
         return dict(outputs)
-    if isinstance(outputs, str | bytes) or not isinstance(outputs, Iterable):
+    if isinstance(outputs, str | bytes | np.ndarray) or not isinstance(outputs, Iterable):
         raise InferError(
             Code.INVALID_ARG, f"outputs must map names to tensors, or be a list of names, got {shown(outputs)}"
         )
@@ -104,7 +106,8 @@ def _positions(slots: Slots) -> tuple[int, int]:
         input_positions = output_positions = 0
     if not (1 <= input_positions <= MAX_POSITIONS and 1 <= output_positions <= MAX_POSITIONS):
         raise InferError(
-            Code.INVALID_ARG, f"slots must be 1 to {MAX_POSITIONS}, or a pair (inputs, outputs) of such, got {slots!r}"
+            Code.INVALID_ARG,
+            f"slots must be 1 to {MAX_POSITIONS}, or a pair (inputs, outputs) of such, got {shown(slots)}",
         )
     return input_positions, output_positions
 

@@ -34,14 +34,19 @@ class TestNumbers:
     @pytest.mark.parametrize(
         ("name", "value"),
         [(name, value) for name in ("input_slot", "output_slot") for value in (1.0, "1", -1, [0], np.zeros(2))]
-        + [("input_slot", None)]
+        + [
+            ("input_slot", None),
+            ("output_slot", np.array(1)),
+            ("sequence_start", np.zeros(2)),
+            ("sequence_end", np.ones(2)),
+        ]
         + [(name, value) for name in ("priority", "rows", "sequence_id") for value in (None, 1.0, "1", -1, 2**70)],
     )
     def test_of_a_request(self, client, name, value):
         _, plan = doubling(client, slots=2)
         for call in (plan.infer, plan.submit):
             refused(name, call, **{name: value})
-        assert plan.infer(**{name: np.int64(name != "rows")})["y"].shape == (1, 4)
+        assert plan.infer(**{name: np.int64(name.endswith("slot"))})["y"].shape == (1, 4)
 
     def test_of_arrays(self, client):
         for value in (None, "1", 1.0, -1, 65536):
@@ -155,7 +160,7 @@ class TestNames:
             refused("name of an input", client.prepare, "double", {name: ref})
             refused("name of an output", client.prepare, "double", {"x": ref}, {name: None})
             refused("name of an output", client.infer, "double", {"x": X}, [name])
-        for outputs in (5, "y", b"y"):
+        for outputs in (5, "y", b"y", np.array(1), np.array(["y"])):
             refused("outputs", client.infer, "double", {"x": X}, outputs)
         assert list(client.infer("double", {"x": X}, (name for name in ["y"]))) == ["y"]
 
@@ -185,7 +190,9 @@ class TestNames:
                 raise RuntimeError("copy it to the host first")
 
         assert "copy it to the host first" in refused("'x'", client.infer, "double", {"x": Gpu()})
-        refused("parameters", client.infer, "double", {"x": X}, parameters=5)
+        for parameters in (5, 0, np.zeros(2), "a"):
+            refused("parameters", client.infer, "double", {"x": X}, parameters=parameters)
+        assert client.infer("double", {"x": X}, parameters={})["y"].shape == (1, 2)
 
     def test_what_slips_through_is_told_in_plain_words(self, client):
         session = client.native.link.session
