@@ -153,7 +153,7 @@ class Loop:
                 if not (scheduler.queued or scheduler.suspects or scheduler.alone):
                     done = self._run_inline(channel, now, term, count)
                     if done is Inline.DONE:
-                        if count == 1:
+                        if count == 1 and len(self._set.hot) == 1:
                             os.sched_yield()  # on a shared core the client can go on at once
                         continue
                     if done is Inline.DEPOSED:
