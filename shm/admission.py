@@ -37,8 +37,8 @@ class BoundPlan(Protocol):
 class Publishes(Protocol):
     """The channel a request came from."""
 
-    def start(self, request: Request) -> None:
-        """Mark that the model is about to see the request."""
+    def start(self, requests: Sequence[Request]) -> None:
+        """Mark that the model is about to see the requests."""
 
     def complete(self, requests: Sequence[Request]) -> None:
         """Publish the endings."""
@@ -56,7 +56,7 @@ class Request:
         "copied",
         "deadline",
         "ended",
-        "flags",
+        "entry",
         "infer_ns",
         "input_ns",
         "input_position",
@@ -67,9 +67,7 @@ class Request:
         "position",
         "priority",
         "queue_ns",
-        "request_id",
         "rows",
-        "sequence_id",
         "signature",
         "slot",
         "started",
@@ -82,14 +80,12 @@ class Request:
         self.slot = slot
         self.plan = plan
         self.signature = plan.signature if plan is not None else None
+        self.entry = entry
         self.position = entry[0]
-        self.request_id = entry[2]
         self.deadline = entry[3]
         self.input_position = entry[4]
         self.output_position = entry[5]
         self.rows = entry[6] or (plan.rows if plan is not None else 0)
-        self.sequence_id = entry[7]
-        self.flags = entry[8]
         self.priority = entry[9]
         self.arrival = now
         self.attempts = 0
@@ -98,6 +94,21 @@ class Request:
         self.code = Code.OK
         self.note = b""
         self.queue_ns = self.input_ns = self.infer_ns = self.output_ns = self.copied = 0
+
+    @property
+    def request_id(self) -> int:
+        """The client's own number for it."""
+        return self.entry[2]
+
+    @property
+    def sequence_id(self) -> int:
+        """0: not part of a sequence."""
+        return self.entry[7]
+
+    @property
+    def flags(self) -> int:
+        """SEQUENCE_START and SEQUENCE_END."""
+        return self.entry[8]
 
     def fail(self, code: Code, message: str) -> None:
         """Give the request its ending; `complete` publishes it."""

@@ -39,6 +39,8 @@ from shm.layout import (
 )
 from shm.memory import map_words
 
+HOLD_NS = 200_000  # how long a sleeping client may be left asleep because its next requests are about to end
+
 
 @final
 class WorkerChannel:
@@ -59,6 +61,7 @@ class WorkerChannel:
         "bell",
         "broken",
         "head",
+        "held",
         "last_traffic",
         "live",
         "lock",
@@ -92,6 +95,7 @@ class WorkerChannel:
         self.head = self._ledger[HEAD]
         self._ctail = self._ledger[LEDGER_CTAIL]
         self._rung = 0  # the last stamp of WAITING that was rung for
+        self.held = 0  # since when (arrival of a request) a client that sleeps has not been woken; 0: it has
         self._ringing = threading.Lock()  # ring and close: after it, the pipe's number may be another descriptor's
         self.broken = ""
         self.refused = 0  # entries that broke a rule
@@ -219,6 +223,7 @@ class WorkerChannel:
             request = self._inline[slot] = Request(self, slot, entry, plan, now)
         else:
             request.plan = plan
+            request.entry = entry
             request.position = head + 1
             request.arrival = now
             request.input_position = entry[4]
@@ -238,10 +243,12 @@ class WorkerChannel:
             ledger[MARK + slot] = request.position << 16 | 1 << 8 | STARTED
             self.head = ledger[HEAD] = request.position
 
-    def start(self, request: Request) -> None:
-        """Mark that the model is about to see the request: `attempts` counts worker lives, not runs."""
-        request.attempts += 1
-        self._ledger[MARK + request.slot] = request.position << 16 | request.attempts << 8 | STARTED
+    def start(self, requests: Sequence[Request]) -> None:
+        """Mark that the model is about to see the requests: `attempts` counts worker lives, not runs."""
+        ledger = self._ledger
+        for request in requests:
+            request.attempts = attempts = request.attempts + 1
+            ledger[MARK + request.slot] = request.position << 16 | attempts << 8 | STARTED
 
     def complete(self, requests: Sequence[Request]) -> None:
         """Publish the endings of `requests` with one store, from any thread. Each must be live on this channel."""
@@ -286,8 +293,12 @@ class WorkerChannel:
         self._memory[start : start + NOTE_BYTES] = request.note.ljust(NOTE_BYTES, b"\0")
         return request.code | FINAL | NOTED
 
-    def finish(self, request: Request) -> None:
-        """`complete` for one request that `begin` took and that ran well: the inline path's other half."""
+    def finish(self, request: Request, more: bool = False) -> None:
+        """`complete` for one request that `begin` took and that ran well: the inline path's other half.
+
+        `more`: the client has more requests here that will not take long, so it is not woken for each of them. Whoever
+        says so calls `ring_held` when he stops running them.
+        """
         words, ledger, slot = self.words, self._ledger, request.slot
         position = request.position << 16
         with self.lock:
@@ -313,6 +324,18 @@ class WorkerChannel:
             ledger[MARK + slot] = position | 1 << 8 | DONE
             ledger[LEDGER_CTAIL] = number
         waiting = words[WAITING]  # the lock's release above is the fence
+        if waiting and waiting != self._rung:
+            if more and request.arrival - (self.held or request.arrival) < HOLD_NS:
+                self.held = self.held or request.arrival
+                return
+            self.held = 0
+            self._rung = waiting
+            self.ring()
+
+    def ring_held(self) -> None:
+        """Wake the client for what `finish` has not woken it for."""
+        self.held = 0
+        waiting = self.words[WAITING]
         if waiting and waiting != self._rung:
             self._rung = waiting
             self.ring()

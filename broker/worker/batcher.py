@@ -129,6 +129,9 @@ class DynamicBatcher:
     def _pop(self, count: int) -> list[Queued]:
         batch: list[Queued] = []
         for queue in self._levels:
+            if len(queue) <= count - len(batch):
+                batch += queue
+                queue.clear()
             while queue and len(batch) < count:
                 batch.append(queue.popitem(last=False)[0])
         return batch

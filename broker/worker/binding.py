@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.worker.backends import Binding, Operand
-from broker.worker.model import Instance, LoadedModel
+from broker.worker.model import Instance, LoadedModel, follow
 from broker.worker.plans import PlacedTensor, Plan
 from shm import datatypes
 from shm.admission import Request
@@ -25,9 +25,9 @@ MAX_BINDINGS = 4096  # per plan; a binding costs a few kilobytes
 
 @final
 class Execution:
-    """A binding and what surrounds it: copies before, open outputs after. `mean_ns` 0 = never measured."""
+    """A binding and what surrounds it: copies before, open outputs after. `typical_ns` 0 = never measured."""
 
-    __slots__ = ("binding", "copied", "copies", "instance", "mean_ns", "opens", "run")
+    __slots__ = ("binding", "copied", "copies", "instance", "opens", "run", "typical_ns")
 
     def __init__(
         self,
@@ -42,11 +42,11 @@ class Execution:
         self.copies = copies
         self.copied = sum(source.size for _, source, _ in copies)
         self.opens = opens
-        self.mean_ns = 0
+        self.typical_ns = 0
 
     def measured(self, took: int) -> None:
-        """A moving average of the run's time, for the decision to run it inline."""
-        self.mean_ns = took if not self.mean_ns else (7 * self.mean_ns + took) >> 3
+        """What the run took, for the decision to run it inline."""
+        self.typical_ns = follow(self.typical_ns, took)
 
 
 def execution_of(plan: Plan, instance: Instance, input_position: int, output_position: int, rows: int) -> Execution:

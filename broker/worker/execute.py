@@ -28,17 +28,15 @@ def run_batch(instance: Instance, requests: list[Request]) -> None:
     """Run `requests` together; a batch that raises is run again row by row, so that only the bad one fails."""
     instance.flush()  # in time, because whoever runs it next may be another thread
     now = _now()
+    if len(requests) > 1:
+        try:
+            _run_together(instance, requests, now)
+            return
+        except Exception:
+            pass  # whatever the runtime raised: which row caused it shows when each runs alone
     for request in requests:
         request.queue_ns = now - request.arrival
-    if len(requests) == 1:
-        _run_alone(instance, requests[0])
-        return
-    try:
-        _run_together(instance, requests)
-    except Exception:
-        # Whatever the runtime raised: which row caused it shows when each runs alone.
-        for request in requests:
-            _run_alone(instance, request)
+        _run_alone(instance, request)
 
 
 def _run_alone(instance: Instance, request: Request) -> None:
@@ -113,15 +111,15 @@ def _fail(instance: Instance, request: Request, error: Exception, began: int) ->
     instance.block[statistics.FAIL_NS] += _now() - began
 
 
-def _run_together(instance: Instance, requests: list[Request]) -> None:
-    for request in requests:
-        assert isinstance(request.plan, Plan)
-        _check_sizes(request.plan)
-    adjacent = _adjacent(instance, requests)
-    if adjacent is not None:
-        _run_adjacent(instance, requests, *adjacent)
+def _run_together(instance: Instance, requests: list[Request], now: int) -> None:
+    for plan in {request.plan for request in requests}:
+        assert isinstance(plan, Plan)
+        _check_sizes(plan)
+    first = _adjacent(instance, requests)
+    if first is not None:
+        _run_adjacent(instance, requests, *first, now)
     else:
-        _run_gathered(instance, requests)
+        _run_gathered(instance, requests, now)
 
 
 def _adjacent(instance: Instance, requests: list[Request]) -> tuple[int, int] | None:
@@ -130,25 +128,22 @@ def _adjacent(instance: Instance, requests: list[Request]) -> tuple[int, int] | 
     assert isinstance(plan, Plan)
     if not plan.adjacent or plan.model is not instance.model:  # a replaced model may have wanted copies
         return None
-    shift = requests[0].output_position - requests[0].input_position
-    first = min(request.input_position for request in requests)
-    seen = 0
+    rows, shift = plan.rows, requests[0].output_position - requests[0].input_position
+    positions = set()
     for request in requests:
-        offset = request.input_position - first
-        if (
-            request.plan is not plan
-            or request.rows != plan.rows
-            or request.output_position - request.input_position != shift
-            or offset >= len(requests)
-        ):
+        position = request.input_position
+        if request.plan is not plan or request.rows != rows or request.output_position - position != shift:
             return None
-        seen |= 1 << offset
-    if seen != (1 << len(requests)) - 1:
+        positions.add(position)
+    first, count = min(positions), len(requests)
+    if len(positions) != count or max(positions) - first >= count:
         return None
     return first, first + shift
 
 
-def _run_adjacent(instance: Instance, requests: list[Request], input_position: int, output_position: int) -> None:
+def _run_adjacent(
+    instance: Instance, requests: list[Request], input_position: int, output_position: int, now: int
+) -> None:
     plan = requests[0].plan
     assert isinstance(plan, Plan)
     count = len(requests)
@@ -161,12 +156,15 @@ def _run_adjacent(instance: Instance, requests: list[Request], input_position: i
     rows = plan.rows * count
     took = _run(instance, execution.run, rows, began) - began
     execution.measured(took)
+    queued = 0
     for request in requests:
+        request.queue_ns = waited = now - request.arrival
         request.infer_ns = took
-    instance.count_batch(count, rows, sum(r.queue_ns for r in requests), 0, took, 0)
+        queued += waited
+    instance.count_batch(count, rows, queued, 0, took, 0)
 
 
-def _run_gathered(instance: Instance, requests: list[Request]) -> None:
+def _run_gathered(instance: Instance, requests: list[Request], now: int) -> None:
     began = _now()
     buffers = _buffers(instance, requests[0])
     rows = gathered = 0
@@ -187,9 +185,11 @@ def _run_gathered(instance: Instance, requests: list[Request]) -> None:
     ended = _now()
     instance.count_copy("gather", gathered)
     instance.count_copy("scatter", scattered)
+    queued = 0
     for request in requests:
+        request.queue_ns = waited = now - request.arrival
         request.input_ns, request.infer_ns, request.output_ns = copied - began, ran - copied, ended - ran
-    queued = sum(request.queue_ns for request in requests)
+        queued += waited
     instance.count_batch(len(requests), rows, queued, copied - began, ran - copied, ended - ran)
 
 

@@ -52,6 +52,7 @@ class Loop:
         self.stopping = False
         self.busy = False  # traffic lately: the control thread looks after the leader
         self._ran_inline: set[LoadedModel] = set()  # their statistics wait to be flushed
+        self._ran_short = False  # by a leader, since it slept last
         self._block = own_block
         self._taken = 0  # since the last flush
         self._watch_fd = watch_fd  # wakes the control thread: look after the leader
@@ -147,6 +148,8 @@ class Loop:
             for channel in self._set.hot:
                 count = channel.words[TAIL] - channel.head
                 if not count or channel.broken:
+                    if channel.held:
+                        channel.ring_held()
                     continue
                 channel.last_traffic = now
                 found = True
@@ -158,6 +161,8 @@ class Loop:
                         continue
                     if done is Inline.DEPOSED:
                         return None
+                if channel.held:
+                    channel.ring_held()
                 self._take(channel, now)
             batch = None
             if scheduler.queued or scheduler.suspects:
@@ -169,7 +174,9 @@ class Loop:
                 self._pause()
             while batch is not None:
                 if not batch.short():
+                    self._ring_held()  # the other threads may be busy for long, too
                     return batch
+                self._ran_short = True
                 self.turn.enter()
                 self.turn.commit(_now())
                 self._run(batch)
@@ -179,6 +186,7 @@ class Loop:
                 # that what follows can run inline again.
                 more = batch.instance.model.alone and scheduler.queued and _now() - now < DRAIN_NS
                 batch = scheduler.due(now) if more else None
+        self._ring_held()
         return None
 
     def _run_inline(self, channel: WorkerChannel, now: int, term: int, count: int) -> Inline:
@@ -194,7 +202,7 @@ class Loop:
         instance = model.free[-1]
         rows = request.rows
         execution = plan.bindings.get((instance.number, request.input_position, request.output_position, rows))
-        if execution is None or not 0 < execution.mean_ns < SHORT_NS or execution.copies or execution.opens:
+        if execution is None or not 0 < execution.typical_ns < SHORT_NS or execution.copies or execution.opens:
             return Inline.NOT_POSSIBLE
         self.turn.enter()
         try:
@@ -221,9 +229,15 @@ class Loop:
             instance.count_inline(rows, took)
             instance.end(rows, took)
             self._ran_inline.add(model)
-            channel.finish(request)
+            channel.finish(request, count > 1)
         model.free.append(instance)
+        self._ran_short = True
         return Inline.DONE if self.turn.leave(term) else Inline.DEPOSED
+
+    def _ring_held(self) -> None:
+        for channel in self._set.hot:
+            if channel.held:
+                channel.ring_held()
 
     def _take(self, channel: WorkerChannel, now: int) -> None:
         """Feed the queues from one channel, and end what was not admitted or was cancelled."""
@@ -257,27 +271,27 @@ class Loop:
 
     def _run(self, batch: Batch) -> None:
         requests = batch.requests
-        for request in requests:
-            request.channel.start(request)
+        by_channel = _by_channel(requests)
+        for channel, own in by_channel:
+            channel.start(own)
         if requests[0].attempts > 1:  # alone, as a suspect
             batch.instance.block[statistics.RETRIED] += 1
         run_batch(batch.instance, requests)
-        if len(requests) == 1:
-            requests[0].channel.complete(requests)
-        else:
-            by_channel: dict[Publishes, list[Request]] = {}
-            for request in requests:
-                by_channel.setdefault(request.channel, []).append(request)
-            for channel, done in by_channel.items():
-                channel.complete(done)
+        for channel, own in by_channel:
+            channel.complete(own)
         # Only now: with one instance, answers must not overtake each other, and a drain must not leave before them.
         self.scheduler.done(batch)
 
     # --- nothing to do ------------------------------------------------------------------------------------------
 
     def _pause(self) -> None:
-        """Nothing to take, nothing due: spin while traffic is recent, then sleep until a doorbell or a due time."""
-        if not self._set.spin(self._flush):
+        """Nothing to take, nothing due: spin where that pays, then sleep until a doorbell or a due time.
+
+        It pays after a short run, and while a batch could still grow. While other threads run long batches it would
+        only take the core that those, or the clients, could use.
+        """
+        if not ((self._ran_short or self.scheduler.growing()) and self._set.spin(self._flush)):
+            self._ran_short = False
             self._flush()
             self._set.sleep(self._next_look)
 
@@ -294,3 +308,16 @@ class Loop:
         self._block[statistics.IN_FLIGHT] = self.scheduler.in_flight()
         self._block[statistics.REFUSED] += sum(channel.unreported() for channel in self._set.hot)
         return self.scheduler.next_look()
+
+
+def _by_channel(requests: list[Request]) -> Iterable[tuple[Publishes, list[Request]]]:
+    first = requests[0].channel
+    for request in requests:
+        if request.channel is not first:
+            break
+    else:
+        return ((first, requests),)
+    groups: dict[Publishes, list[Request]] = {}
+    for request in requests:
+        groups.setdefault(request.channel, []).append(request)
+    return tuple(groups.items())

@@ -26,6 +26,17 @@ _numbers = itertools.count(1)
 MISSING: Verdict = (Code.UNAVAILABLE, "the model is not loaded")
 
 
+def follow(known: int, took: int) -> int:
+    """What a run takes as long as nobody takes its core away; 0 = unmeasured.
+
+    It follows shorter runs quickly and longer ones slowly: on a busy host a short run is often preempted for
+    milliseconds, which says nothing about the model.
+    """
+    if not known:
+        return took
+    return (known + took) >> 1 if took < known else known + (took - known >> 4)
+
+
 @final
 class BatchBuffers:
     """Where rows of several requests lie side by side (the instance's memory), and the bindings on it by row count."""
@@ -54,6 +65,7 @@ class Instance:
         "name",
         "number",
         "runtime",
+        "typical",
     )
 
     def __init__(self, model: LoadedModel, name: str, runtime: RuntimeModel, block: memoryview) -> None:
@@ -62,7 +74,8 @@ class Instance:
         self.number = next(_numbers)  # never reused: bindings of an instance that is gone cannot be found again
         self.runtime = runtime
         self.block = block
-        self.longest: dict[int, int] = {}  # rows → ns of the longest run
+        self.longest: dict[int, int] = {}  # rows → ns of the longest run: what a hang is measured by
+        self.typical: dict[int, int] = {}  # rows → ns as `follow` has it: may the leader run such a batch itself?
         self.buffers: dict[object, BatchBuffers] = {}
         self._scratch: dict[tuple[str, str], npt.NDArray[np.uint8]] = {}
         self._told = -1
@@ -119,6 +132,7 @@ class Instance:
         block[statistics.INFERENCES] += rows or count
         block[statistics.EXECUTIONS] += 1
         block[statistics.LAST_MS] = int(time.time() * 1000)
+        self.typical[rows] = follow(self.typical.get(rows, 0), infer_ns)
         at = statistics.BATCHES + 4 * (min(rows or 1, statistics.MAX_BATCH) - 1)
         block[at] += 1
         block[at + 1] += input_ns

@@ -9,6 +9,7 @@ import heapq
 import itertools
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, final
 
 from broker.worker.model import MISSING, Instance, LoadedModel
@@ -41,9 +42,9 @@ class Batch:
         if len(self.requests) == 1 and isinstance(request.plan, Plan):
             key = (self.instance.number, request.input_position, request.output_position, request.rows)
             execution = request.plan.bindings.get(key)
-            return execution is not None and 0 < execution.mean_ns < SHORT_NS
+            return execution is not None and 0 < execution.typical_ns < SHORT_NS
         rows = sum(request.rows for request in self.requests)
-        return 0 < self.instance.longest.get(rows, 0) < SHORT_NS
+        return 0 < self.instance.typical.get(rows, 0) < SHORT_NS
 
 
 @final
@@ -106,7 +107,7 @@ class Scheduler:
     def add(self, requests: list[Request]) -> list[Request]:
         """Queue admitted requests. Returns those whose model was closed since: the caller ends them."""
         with self.lock:
-            return [request for request in requests if not self._enqueue(request)]
+            return self._enqueue(requests)
 
     def adopt(self, recovered: Recovered) -> list[Request]:
         """Take over what a recovery found: suspects run first, each alone. Returns what `add` would."""
@@ -114,17 +115,23 @@ class Scheduler:
             self.suspects.extend(recovered.suspects)
             for request in recovered.suspects:
                 self._note(request)
-            return [request for request in recovered.fresh if not self._enqueue(request)]
+            return self._enqueue(recovered.fresh)
 
-    def _enqueue(self, request: Request) -> bool:
-        model = request.plan.model  # type: ignore[union-attr]
-        if model.closed is not None:
-            return False
-        model.queue.add(request)
-        if model not in self.queued:
-            self.queued.append(model)
-        self._note(request)
-        return True
+    def _enqueue(self, requests: Sequence[Request]) -> list[Request]:
+        refused = []
+        listed = None
+        for request in requests:
+            model = request.plan.model  # type: ignore[union-attr]
+            if model.closed is not None:
+                refused.append(request)
+                continue
+            model.queue.add(request)
+            if model is not listed:
+                listed = model
+                if model not in self.queued:
+                    self.queued.append(model)
+            self._note(request)
+        return refused
 
     def _note(self, request: Request) -> None:
         self._requests += 1
@@ -168,6 +175,10 @@ class Scheduler:
     def waiting(self) -> bool:
         """Is anything queued?"""
         return bool(self.queued or self.suspects)
+
+    def growing(self) -> bool:
+        """Does a queue wait for more requests although an instance is free? A hint, taken without the lock."""
+        return any(model.free for model in tuple(self.queued))
 
     def idle(self) -> bool:
         """Nothing queued, nothing running."""

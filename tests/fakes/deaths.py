@@ -169,7 +169,7 @@ class World:
         for some in (suspects, fresh):
             assert [request.position for request in some] == sorted(request.position for request in some)
         for request in suspects:
-            worker.start(request)
+            worker.start([request])
             self.run(worker, [request], now)
         queue = fresh
         turns = 0
@@ -191,7 +191,7 @@ class World:
             assert [request.request_id for request in queue] == sorted(request.request_id for request in queue)
             batch, queue = queue[: self.batch or 1], queue[self.batch or 1 :]
             for request in batch:
-                worker.start(request)
+                worker.start([request])
             if batch:
                 self.run(worker, batch, now)
         assert (worker.broken, worker.refused) == ("", 0)

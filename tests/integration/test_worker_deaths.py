@@ -42,7 +42,7 @@ async def test_endings_come_with_the_death(journal: Journal, retryable: bool) ->
             client, dying = twin.client(), twin.worker({PLAN: Plan()})
             _, started = submit(client)
             for request in take(dying):
-                dying.start(request)
+                dying.start([request])
             _, queued = submit(client)
             await worker.attach_channel(record_of(twin))
             pid = worker.pid
@@ -70,9 +70,9 @@ async def test_two_deaths_alone_are_held_against_the_session(journal: Journal) -
                 dying = twin.worker({PLAN: Plan()})
                 _, pending = submit(client)
                 for request in take(dying):
-                    dying.start(request)
+                    dying.start([request])
                     request.attempts = 1
-                    dying.start(request)
+                    dying.start([request])
                 pid = worker.pid
                 worker.kill("a test")
                 await replaced(worker, pid)

@@ -369,7 +369,7 @@ def test_a_suspect_runs_again_alone_and_first(worker, gate, session):
         dead = client.twin.worker({word: Plan(16, 16)})
         taken: list = []
         dead.take(1, time.monotonic_ns(), taken)
-        dead.start(taken[0])
+        dead.start([taken[0]])
         client.attach()
         gate.entered()
         beside = other.submit(3)

@@ -50,7 +50,7 @@ def test_one_request_from_submit_to_its_ending(twin, client, worker, plan):
     (request,) = take(worker)
     assert not worker.pending()
     assert marks(worker)[ident & 0xFFFF] == (1, 0, TAKEN)
-    worker.start(request)
+    worker.start([request])
     assert marks(worker)[ident & 0xFFFF] == (1, 1, STARTED)
     assert client.reap() == 0
     worker.complete([request])

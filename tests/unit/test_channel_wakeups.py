@@ -12,6 +12,7 @@ import pytest
 from shm.client_channel import LATE_MS, SLEEP_MS
 from shm.errors import Code
 from shm.layout import ARMED, FINAL, WAITING
+from shm.worker_channel import HOLD_NS
 from tests.fakes.channel import PLAN, Plan, Twin, submit, take
 
 
@@ -66,6 +67,47 @@ def test_a_sleeper_is_rung_once_however_long_it_takes_to_wake(twin, client, work
     assert not client.rest()
     worker.complete(take(worker))
     assert twin.client_was_rung()
+
+
+def run_inline(worker, now, *, more):
+    request = worker.peek(now)
+    worker.begin(request)
+    worker.finish(request, more)
+
+
+def test_a_sleeper_is_not_rung_for_each_of_many_that_end_soon(twin, client, worker):
+    for position in range(3):
+        submit(client, position)
+    assert not client.rest()
+    run_inline(worker, 1_000, more=True)
+    run_inline(worker, 2_000, more=True)
+    assert not twin.client_was_rung()
+    assert worker.held == 1_000
+    run_inline(worker, 3_000, more=False)
+    assert twin.client_was_rung()
+    assert not worker.held
+    assert client.reap() == 3
+
+
+def test_a_sleeper_is_not_kept_waiting_for_long(twin, client, worker):
+    for position in range(3):
+        submit(client, position)
+    assert not client.rest()
+    run_inline(worker, 1_000, more=True)
+    run_inline(worker, 1_000 + HOLD_NS, more=True)
+    assert twin.client_was_rung()
+
+
+def test_what_is_held_is_rung_for_when_the_worker_turns_elsewhere(twin, client, worker):
+    submit(client)
+    assert not client.rest()
+    run_inline(worker, 1_000, more=True)
+    assert not twin.client_was_rung()
+    worker.ring_held()
+    assert twin.client_was_rung()
+    client.drain_pipe()
+    worker.ring_held()
+    assert not twin.client_was_rung()  # once per sleep
 
 
 def test_the_client_is_rung_only_while_it_waits(twin, client, worker):
@@ -212,7 +254,7 @@ def test_threads_submit_while_one_reaps(twin, client, worker):
     while len(settled) < threads * each and time.monotonic() < give_up and not failures:
         requests = take(worker)
         for request in requests:
-            worker.start(request)
+            worker.start([request])
             request.copied = request.request_id
         taken.extend(request.request_id for request in requests)
         worker.complete(requests)

@@ -12,6 +12,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from broker.worker import execute
+from broker.worker.model import follow
 from broker.worker.plans import Plan
 from shm import statistics
 from shm.errors import Code
@@ -305,3 +306,13 @@ def test_buffers_are_kept_for_some_signatures_only(load, monkeypatch):
         assert memory.get(4160, (1, size)).tolist() == [[size * 10 + 2] * size]
         assert len(loaded.model.instances[0].buffers) <= 2
     assert loaded.batches() == {2: 4}
+
+
+def test_what_a_run_takes_is_not_what_it_takes_when_its_core_is_taken_away():
+    known = 0
+    for took in [4_000] * 3 + [5_000_000] + [4_000] * 8:
+        known = follow(known, took)
+    assert known < 10_000
+    for took in [1_000_000] * 40:
+        known = follow(known, took)
+    assert known > 800_000

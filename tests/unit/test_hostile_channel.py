@@ -99,7 +99,7 @@ class Attack:
     def complete(self, count: int) -> None:
         done, self.queue = self.queue[:count], self.queue[count:]
         for request in done:
-            self.worker.start(request)
+            self.worker.start([request])
         self.worker.complete(done)
         self.check()
 
@@ -120,7 +120,7 @@ class Attack:
         assert self.neighbour.take(8, NOW, out) == []
         (request,) = out
         request.copied = 42
-        self.neighbour.start(request)
+        self.neighbour.start([request])
         self.neighbour.complete(out)
         assert self.client.reap() == 1
         assert pending.code is Code.OK

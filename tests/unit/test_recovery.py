@@ -159,7 +159,7 @@ def test_the_search_sees_each_store():
             worker.take(4, NOW, requests)
         assert [(len(taken), state) for taken, state in map(ledger_of, stores.states)] == [(1, 0), (2, 0), (2, 2)]
         with Stores(world) as stores:
-            worker.start(requests[0])
+            worker.start([requests[0]])
         assert len(stores.states) == 1
 
 
@@ -182,7 +182,7 @@ def test_a_half_answered_request_is_not_run_again(twin):
     _, pending = submit(client)
     worker = twin.worker({PLAN: Plan()})
     (request,) = take(worker)
-    worker.start(request)
+    worker.start([request])
     respond(worker, request, Code.OK)
     assert recover(twin.worker({PLAN: Plan()}), LATER) == ([], [])
     client.reap()
@@ -196,7 +196,7 @@ def test_a_fully_answered_request_is_done_though_nothing_was_marked(twin):
     _, pending = submit(client)
     worker = twin.worker({PLAN: Plan()})
     (request,) = take(worker)
-    worker.start(request)
+    worker.start([request])
     respond(worker, request, Code.OK)
     respond(worker, request, FINAL)
     replacement = twin.worker({PLAN: Plan()})
@@ -212,7 +212,7 @@ def test_the_coroner_ends_a_half_answered_request_and_names_its_plan(twin):
     _, pending = submit(client)
     worker = twin.worker({PLAN: Plan()})
     (request,) = take(worker)
-    worker.start(request)
+    worker.start([request])
     respond(worker, request, Code.OK)
     ((word, attempts, message),) = bury_in(twin, LATER)
     assert (word, attempts) == (PLAN, 1)
@@ -237,7 +237,7 @@ def test_recovery_gives_the_output_positions_to_what_it_hands_over(twin):
         submit(client, position)
     worker = twin.worker({PLAN: Plan(output_positions=4)})
     first, second, _ = take(worker)
-    worker.start(first)
+    worker.start([first])
     worker.complete([second])
     plan = Plan(output_positions=4)
     replacement = twin.worker({PLAN: plan})
@@ -282,7 +282,7 @@ def test_what_is_left_passes_the_admission_check_again(twin, plan, code, started
     worker = twin.worker({PLAN: Plan(output_positions=2)})
     (request,) = take(worker)
     if started:
-        worker.start(request)
+        worker.start([request])
     bound = Plan(output_positions=1 if plan == "smaller" else 2)
     if plan == "closed":
         bound.closed = Code.UNSUPPORTED, "closed"
@@ -357,7 +357,7 @@ def test_coroners_keep_nothing_open(twin):
     for position in range(3):
         submit(client, position)
     worker = twin.worker({PLAN: Plan(output_positions=3)})
-    worker.start(take(worker)[0])
+    worker.start(take(worker))
     before = os.listdir("/proc/self/fd")
     gc.disable()  # closed at once, not whenever a cycle is found
     try:

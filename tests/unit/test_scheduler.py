@@ -118,6 +118,18 @@ def test_an_instance_runs_one_batch_at_a_time(scheduler, models):
     assert len(model.free) == 2
 
 
+def test_a_queue_grows_while_an_instance_is_free(scheduler, models):
+    model = models(batch=4, delay=1000)
+    assert not scheduler.growing()
+    add(scheduler, request(model))
+    assert scheduler.due(2) is None
+    assert scheduler.growing()
+    batch = scheduler.due(2_000_000)
+    add(scheduler, request(model))
+    assert not scheduler.growing()  # its only instance is at work
+    scheduler.done(batch)
+
+
 def test_models_take_turns(scheduler, models):
     one, two = models(), models()
     add(scheduler, *(request(one) for _ in range(3)), *(request(two) for _ in range(2)))
@@ -340,9 +352,11 @@ def test_only_what_was_measured_to_be_short_is_short(scheduler, models):
     batch = scheduler.due(0)
     assert len(batch.requests) == 2
     assert not batch.short(), "never measured"
-    batch.instance.end(2, SHORT_NS - 1)
+    batch.instance.count_batch(2, 2, 0, 0, SHORT_NS - 1, 0)
     assert batch.short()
-    batch.instance.end(2, SHORT_NS)
-    assert not batch.short(), "the longest counts"
-    batch.instance.end(2, 1)
-    assert not batch.short()
+    for _ in range(2):
+        batch.instance.count_batch(2, 2, 0, 0, 100 * SHORT_NS, 0)
+    assert not batch.short(), "it became slow"
+    for _ in range(8):
+        batch.instance.count_batch(2, 2, 0, 0, SHORT_NS // 2, 0)
+    assert batch.short(), "two runs that were interrupted say nothing about the model"
