@@ -19,23 +19,28 @@ MAY_IMPORT = {
     "broker": ("shm", "broker"),
     "broker.repository": ("shm", "broker.repository"),
     "broker.worker": ("shm", "broker.repository.config", "broker.worker"),
+    "broker.gateway": ("shm", "clientlib", "broker.gateway"),
 }
 # Only the named modules may import these first-party packages.
 GUARDED = {
     "broker.worker": ("broker.worker", "broker.zygote"),
     "broker.repository.loader": ("broker.repository.loader",),
+    "broker.gateway": ("broker.gateway",),
+    "clientlib.remote": ("clientlib.remote", "clientlib.client", "clientlib.async_client"),
 }
 # … except for these, which are plain messages.
-UNGUARDED = ("broker.worker.messages",)
+UNGUARDED = ("broker.worker.messages", "broker.gateway.options")
 
 # Third-party packages → the only places that may import them. A native client imports numpy and msgspec, nothing more.
 HEAVY = {
     "onnxruntime": ("broker.worker.backends",),
     "onnx": ("broker.repository.loader",),
-    "google": ("broker.repository.loader",),
-    "tritonclient": ("broker.repository.loader",),
-    "grpc": (),
-    "zmq": (),
+    "google": ("broker.repository.loader", "broker.gateway"),
+    "tritonclient": ("broker.repository.loader", "broker.gateway", "clientlib.remote"),
+    "grpc": ("broker.gateway", "clientlib.remote"),
+    "zmq": ("broker.gateway", "clientlib.remote"),
+    "aiohttp": ("broker.gateway", "clientlib.remote"),
+    "prometheus_client": ("broker.gateway",),
     "cuda": (),
     "tensorrt": (),
     "torch": (),

@@ -1,0 +1,172 @@
+"""KServe v2 / Triton in plain data: what every front end decodes requests to and encodes answers from.
+
+Tensors' bytes are in KServe's encoding: little-endian, row-major, BYTES as <uint32 length><bytes> per element. Errors
+are `InferError`; each front end has one table from codes to its own status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, final
+
+from shm.message_values import IndexEntry, ModelMetadata, Principal, RegionRecord
+
+Buffer = bytes | bytearray | memoryview
+Parameter = bool | int | float | str
+Transport = Literal["http", "grpc", "zmq"]
+Category = Literal[
+    "health",
+    "metadata",
+    "inference",
+    "shared-memory",
+    "model-config",
+    "model-repository",
+    "statistics",
+    "trace",
+    "logging",
+]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks. `principal` None: may not use shared memory, for the reason in `refusal` (remote, forwarded, foreign).
+
+    `headers`: names in lower case, for the restricted-API settings.
+    """
+
+    transport: Transport
+    principal: Principal | None
+    refusal: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@final
+@dataclass(slots=True)
+class InputTensor:
+    """Either `data` (inline) or `region` with offset and byte_size in bytes, relative to the registered window."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: Buffer | None = None
+    region: str = ""
+    offset: int = 0
+    byte_size: int = 0
+
+
+@final
+@dataclass(slots=True)
+class RequestedOutput:
+    """`region`: where to write the result; `classes` > 0: classification; `binary` is the HTTP codec's own."""
+
+    name: str
+    region: str = ""
+    offset: int = 0
+    byte_size: int = 0
+    classes: int = 0
+    binary: bool = True
+
+
+@final
+@dataclass(slots=True)
+class InferRequest:
+    """`outputs` None: all of them. `timeout_us` and `priority` 0: none given. `parameters`: the caller's own."""
+
+    model: str
+    version: str = ""
+    id: str = ""
+    inputs: list[InputTensor] = field(default_factory=list)
+    outputs: list[RequestedOutput] | None = None
+    priority: int = 0
+    timeout_us: int = 0
+    sequence_id: int | str = 0
+    sequence_start: bool = False
+    sequence_end: bool = False
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+
+
+@final
+@dataclass(slots=True)
+class OutputTensor:
+    """`data` None: the result lies in the region that was asked for."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: Buffer | None
+
+
+@final
+@dataclass(slots=True)
+class InferResponse:
+    """Outputs in the order in which they were asked for, else the model's."""
+
+    model: str
+    version: str
+    id: str
+    outputs: list[OutputTensor]
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+
+
+class Service(Protocol):
+    """What a front end can ask for. Implemented by `broker.gateway.service`; every method raises InferError."""
+
+    server_name: str
+    server_version: str
+    extensions: tuple[str, ...]
+    exiting: bool  # refuse everything new with UNAVAILABLE "Server exiting"
+
+    def check(self, category: Category, caller: Caller) -> None:
+        """The one access policy: raises Restricted (see `broker.gateway.access`)."""
+
+    async def live(self) -> bool:
+        """Is the broker up?"""
+
+    async def ready(self) -> bool:
+        """As --strict-readiness says."""
+
+    async def model_ready(self, model: str, version: str) -> bool:
+        """Raises InferError with the lookup texts for what is not known."""
+
+    async def metadata(self, model: str, version: str) -> ModelMetadata:
+        """One model version; "" is the latest ready."""
+
+    async def config(self, model: str, version: str) -> dict[str, Any]:
+        """The completed configuration in Triton's JSON form."""
+
+    async def statistics(self, model: str, version: str) -> list[dict[str, Any]]:
+        """`model_stats` in Triton's JSON form."""
+
+    async def index(self, ready: bool) -> Sequence[IndexEntry]:
+        """The repository index."""
+
+    async def load(self, model: str, parameters: Mapping[str, str | bytes]) -> None:
+        """Load or reload; `parameters` are `config` and `file:…`."""
+
+    async def unload(self, model: str, unload_dependents: bool) -> None:
+        """Unload; draining goes on afterwards."""
+
+    async def infer(self, request: InferRequest, caller: Caller) -> InferResponse:
+        """Run one request. Cancelled with the task that awaits it."""
+
+    async def register_system(self, caller: Caller, name: str, key: str, byte_size: int, offset: int) -> None:
+        """For the caller's principal."""
+
+    async def register_cuda(self, caller: Caller, name: str, handle: bytes, device: int, byte_size: int) -> None:
+        """For the caller's principal."""
+
+    async def unregister(self, caller: Caller, kind: str, name: str) -> None:
+        """`kind`: "system" or "cuda"; `name` "": all of the caller's of that kind. Unknown names succeed."""
+
+    async def regions(self, caller: Caller, kind: str, name: str) -> list[RegionRecord]:
+        """Those of the caller, sorted by name; a `name` that is missing or of the other kind is NOT_FOUND."""
+
+    async def log_settings(self, update: Mapping[str, bool | int | str]) -> dict[str, Any]:
+        """After the change, if any."""
+
+    async def trace_settings(
+        self, model: str, update: Mapping[str, str | list[str] | None]
+    ) -> dict[str, str | list[str]]:
+        """After the change, if any; `model` "": the global ones."""
