@@ -6,8 +6,9 @@ are `InferError`; each front end has one table from codes to its own status.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, final
 
 from shm.message_values import IndexEntry, ModelMetadata, Principal, RegionRecord
@@ -28,18 +29,51 @@ Category = Literal[
 ]
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who asks. `principal` None: may not use shared memory, for the reason in `refusal` (remote, forwarded, foreign).
+Identity = tuple[Principal | None, str]  # who asks; None: may not use shared memory, for the reason beside it
 
+
+@final
+class Caller:
+    """Who asks, for one request: front ends make one per request (per message of a stream), and keep none.
+
+    `principal` None: may not use shared memory, for the reason in `refusal` (remote, forwarded, foreign), which is for
+    the log and never for the wire. With `ask` it is found out when first looked at: only what names a region pays.
     `headers`: names in lower case, for the restricted-API settings.
     """
 
-    transport: Transport
-    principal: Principal | None
-    refusal: str = ""
-    headers: Mapping[str, str] = field(default_factory=dict)
+    __slots__ = ("_ask", "_identity", "headers", "transport")
+
+    def __init__(
+        self,
+        transport: Transport,
+        principal: Principal | None = None,
+        refusal: str = "",
+        headers: Mapping[str, str] = MappingProxyType({}),
+        *,
+        ask: Callable[[], Identity] | None = None,
+    ) -> None:
+        self.transport = transport
+        self.headers = headers
+        self._ask = ask
+        self._identity: Identity = (principal, refusal)
+
+    @property
+    def principal(self) -> Principal | None:
+        """On whose behalf regions are registered and used; None: nobody's."""
+        return self._asked()[0]
+
+    @property
+    def refusal(self) -> str:
+        """Why there is no principal."""
+        return self._asked()[1]
+
+    def _asked(self) -> Identity:
+        if self._ask is not None:
+            self._identity, self._ask = self._ask(), None
+        return self._identity
+
+    def __repr__(self) -> str:
+        return f"Caller({self.transport!r}, {self._identity})"
 
 
 @final
