@@ -39,6 +39,7 @@ class Model:
     threads: int = 1
     max_batch_size: int = 1
     queue_delay_us: int = 0
+    instances: int = 1
 
     @property
     def input(self) -> str:
@@ -55,6 +56,8 @@ class Model:
         lines = [f"max_batch_size: {self.max_batch_size}", f"parameters {{ {threads} }}"]
         if self.max_batch_size > 1:
             lines.append(f"dynamic_batching {{ max_queue_delay_microseconds: {self.queue_delay_us} }}")
+        if self.instances > 1:
+            lines.append(f"instance_group {{ count: {self.instances} kind: KIND_CPU }}")
         return "\n".join(lines) + "\n"
 
 
@@ -92,13 +95,13 @@ def head(elements: int) -> Model:
     return Model("head", "head", _build(nodes, "n", HEAD_ROW, constants), (elements,), (HEAD_ROW,))
 
 
-def network(source: str, threads: int, max_batch_size: int, queue_delay_us: int) -> Model:
-    """One of `NETWORKS`, made batchable: the files are exported for one image."""
+def network(source: str, threads: int, max_batch_size: int, queue_delay_us: int, instances: int = 1) -> Model:
+    """One of `NETWORKS`, made batchable: the files are exported for one image. `threads` are those of one instance."""
     proto = onnx.load(fetch(source))
     _make_batchable(proto)
     output_row = tuple(dim.dim_value for dim in proto.graph.output[0].type.tensor_type.shape.dim)[1:]
-    name = f"{source}_{max_batch_size}"
-    return Model(name, source, proto, NETWORK_ROW, output_row, threads, max_batch_size, queue_delay_us)
+    name = f"{source}_{max_batch_size}" + (f"_by_{instances}" if instances > 1 else "")
+    return Model(name, source, proto, NETWORK_ROW, output_row, threads, max_batch_size, queue_delay_us, instances)
 
 
 def _build(

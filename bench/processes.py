@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bench.models import Model, write_repository
 from broker.commands import ask_status
-from broker.zygote import PR_SET_PDEATHSIG, prctl
+from shm.prctl import PR_SET_PDEATHSIG, prctl
 
 START_S = 60.0
 STOP_S = 30.0

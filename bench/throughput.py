@@ -3,15 +3,17 @@
     python -m bench.throughput [--quick] [--rounds N] [--output DIR]
 
 Load comes from processes of their own (`bench.load`). The floor of a tiny model is the same model in this process, a
-row at a time or 64 rows at a time; that of a network is the best batch that is no larger than the requests in flight,
-with as many runtime threads as the worker has.
+row at a time or 64 rows at a time. That of a network is the best of all ways to use the same cores: batches no larger
+than the requests in flight, by one session with a thread per core or by as many sessions with one thread each.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import msgspec
@@ -53,6 +55,7 @@ MODELS = {
         identity(ROW, "one_by_one", 1),
         identity(ROW, "batched", BATCHED),
         *(network(source, THREADS, size, QUEUE_DELAY_US) for source in NETWORKS for size in (2, 4, 8)),
+        *(network(source, 1, 4, 0, THREADS) for source in NETWORKS),
     )
 }
 
@@ -69,6 +72,7 @@ def tiny_cases() -> dict[str, Case]:
 def network_cases() -> dict[str, Case]:
     cases = {}
     for source in NETWORKS:
+        cases[f"{source}, 4 clients, batches ≤ 4, an instance per core"] = Case(f"{source}_4_by_{THREADS}", 4, 1)
         for clients, limit in ((4, 4), (4, 2), (8, 8), (8, 4)):
             cases[f"{source}, {clients} clients, batches ≤ {limit}"] = Case(f"{source}_{limit}", clients, 1)
         cases[f"{source}, in-process, spinning threads"] = Case(f"{source}_8", 0, 8)
@@ -97,8 +101,8 @@ class Bench:
         self._settings = settings
         self._worker = broker.worker()
         self._control = clientlib.connect(broker.url)
-        self._sessions: dict[tuple[str, bool], InProcess] = {}
-        self._floors: dict[tuple[str, int, bool], float] = {}
+        self._sessions: dict[tuple[str, int, int, bool], InProcess] = {}  # by source, threads, number, spinning
+        self._floors: dict[tuple[str, int, int, bool], float] = {}
         self._round = -1
 
     def close(self) -> None:
@@ -131,21 +135,28 @@ class Bench:
     def _best(self, model: str, limit: int, *, spin: bool = False) -> tuple[float, int]:
         """The best rate and its batch size, of batches up to `limit`."""
         sizes = [size for size in BATCHES if size <= limit]
-        return max((self._in_process(MODELS[model], size, spin=spin), size) for size in sizes)
+        ways = [1] if spin else [1, THREADS]
+        return max((self._in_process(MODELS[model], size, way, spin=spin), size) for size in sizes for way in ways)
 
-    def _in_process(self, model: Model, batch: int, *, spin: bool = False) -> float:
-        """Rows per second in this process, in batches of `batch`; once per round."""
-        key = (model.source, batch, spin)
+    def _in_process(self, model: Model, batch: int, sessions: int = 1, *, spin: bool = False) -> float:
+        """Rows per second in this process, in batches of `batch`, by threads with a session each; once per round."""
+        key = (model.source, batch, sessions, spin)
         if key not in self._floors:
-            session = self._sessions.get((model.source, spin))
-            if session is None:
-                session = self._sessions[model.source, spin] = InProcess(model, spin=spin)
-            x = np.zeros((batch, *model.row), np.float32)
-            y = np.zeros((batch, *model.output_row), np.float32)
-            least = 1 if self._settings.quick else LEAST
-            samples = sample(session.bind(x, y), self._settings.seconds(BATCH_S), least=least)
-            self._floors[key] = batch * len(samples) / sum(samples)
+            calls = [self._call(model, batch, sessions, number, spin) for number in range(sessions)]
+            seconds, least = self._settings.seconds(BATCH_S), 1 if self._settings.quick else LEAST
+            with ThreadPoolExecutor(sessions) as threads:
+                all_samples = threads.map(lambda call: sample(call, seconds, least=least), calls)
+                self._floors[key] = sum(batch * len(samples) / sum(samples) for samples in all_samples)
         return self._floors[key]
+
+    def _call(self, model: Model, batch: int, sessions: int, number: int, spin: bool) -> Callable[[], None]:
+        threads = model.threads if model.source == "identity" else THREADS // sessions
+        key = (model.source, threads, number, spin)
+        if key not in self._sessions:
+            self._sessions[key] = InProcess(dataclasses.replace(model, threads=threads), spin=spin)
+        x, y = (np.zeros((batch, *row), np.float32) for row in (model.row, model.output_row))
+        run = self._sessions[key].bind(x, y)
+        return lambda kept=(x, y): run()  # the binding has only their addresses
 
     def _load(self, case: Case) -> tuple[float, dict[str, float]]:
         """Requests per second of all clients together, and what the statistics say of them."""
@@ -203,7 +214,7 @@ def goals(tiny: list[Row[Case]], networks: list[Row[Case]]) -> list[Goal]:
         ("batched, 1 client process", 200_000),
         (f"batched, {AWAITED} awaited on one event loop", 100_000),
     )
-    squeezenet = "squeezenet, 4 clients, batches ≤ 4"
+    squeezenet = "squeezenet, 4 clients, batches ≤ 4, an instance per core"
     return [
         *(
             Goal(f"{name}: at least {rate:,} requests/s", by_name[name].median("rate"), least(rate))

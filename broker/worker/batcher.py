@@ -45,7 +45,7 @@ class SingleQueue:
         """Queue behind all others."""
         self._queue[request] = None
 
-    def take(self, now: int) -> list[Queued]:
+    def take(self, now: int, most: int = 0) -> list[Queued]:
         """The oldest request, or []."""
         return [self._queue.popitem(last=False)[0]] if self._queue else []
 
@@ -86,8 +86,8 @@ class DynamicBatcher:
         level = request.priority if 1 <= request.priority <= len(self._levels) else self._default_level
         self._levels[level - 1][request] = None
 
-    def take(self, now: int) -> list[Queued]:
-        """The next batch, or [] when it is worth waiting until `due`."""
+    def take(self, now: int, most: int = 0) -> list[Queued]:
+        """The next batch, of at most `most` requests (0: any number), or [] when it is worth waiting until `due`."""
         count = rows = preferred = 0
         closed = False
         signature: object = None
@@ -102,7 +102,7 @@ class DynamicBatcher:
             count += 1
             if rows in self._preferred:
                 preferred = count
-            if rows >= self._max:
+            if rows >= self._max or count == most:
                 closed = True
                 break
         if not count:

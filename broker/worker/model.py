@@ -22,6 +22,7 @@ from shm.admission import Verdict
 from shm.errors import Code
 
 FLUSH = 64  # inline executions remembered at most
+RECHECK = 100  # batches after which it is looked at again whether batching has come to pay
 _numbers = itertools.count(1)
 MISSING: Verdict = (Code.UNAVAILABLE, "the model is not loaded")
 
@@ -175,6 +176,7 @@ class LoadedModel:
     """One version of one model. `closed` says why it takes no requests any more."""
 
     __slots__ = (
+        "_may_share",
         "alone",
         "closed",
         "config",
@@ -185,6 +187,7 @@ class LoadedModel:
         "instances",
         "queue",
         "reshapes",
+        "shares",
         "uncertain",
         "version",
     )
@@ -201,6 +204,9 @@ class LoadedModel:
         self.alone = isinstance(self.queue, SingleQueue)  # every request runs alone
         # Does a lone request go as soon as an instance is free?
         self.immediate = batching is None or not batching.max_queue_delay_microseconds
+        self.shares = 0  # since all that waits was last given to one instance
+        most = config.max_batch_size
+        self._may_share = self.immediate and batching is not None and batching.preferred_batch_size in ((), (most,))
         self.copied = frozenset(tensor.name for tensor in config.input if not tensor.zero_copy)
         self.reshapes = reshapes(config)
         # Outputs whose shape only a run tells, whatever a plan says of it.
@@ -217,6 +223,25 @@ class LoadedModel:
         """The runtime's shape of a tensor that has `shape` in a plan."""
         reshape = self.reshapes.get(tensor)
         return shape if reshape is None else reshape.to_model(shape)
+
+    def share(self, instance: Instance) -> int:
+        """How many of the requests that wait `instance` should take; 0 = as many as fit in a batch.
+
+        With several instances, a batch that takes as long as its rows would one by one only keeps work from instances
+        that are about to be free, and its answers back until all are there. Where the instance's own runs show that
+        (less than a fifth is won per row), those that wait are shared out. Waiting for more, or for preferred sizes, is
+        the configuration's to decide and never changed.
+        """
+        instances, waiting = len(self.instances), min(len(self.queue), self.config.max_batch_size)
+        if instances == 1 or waiting < 2 or not self._may_share:
+            return 0
+        part = -(-waiting // instances)
+        whole, piece = instance.typical.get(waiting, 0), instance.typical.get(part, 0)
+        self.shares += 1
+        if not whole or not piece or self.shares > RECHECK or 5 * whole * part < 4 * piece * waiting:
+            self.shares = 0
+            return 0
+        return part
 
     def load(self, backend: Backend, directory: str, blocks: list[memoryview]) -> None:
         """Load every instance. Raises InferError, or whatever the backend raises."""

@@ -207,7 +207,7 @@ class Scheduler:
             instance = model.free.pop()  # the leader's inline path pops without the lock
         except IndexError:
             return None
-        requests: list[Request] = model.queue.take(now)  # type: ignore[assignment]
+        requests: list[Request] = model.queue.take(now, model.share(instance))  # type: ignore[assignment]
         if not requests:
             model.free.append(instance)
             return None
