@@ -1,4 +1,4 @@
-"""Where is the broker? URLs and environment to a run directory, and a connected socket or an error that helps.
+"""Where is the broker? URLs and environment to a run directory or a server behind a wire, or an error that helps.
 
 Called by both clients when they connect. Says nothing over the socket.
 """
@@ -6,7 +6,10 @@ Called by both clients when they connect. Says nothing over the socket.
 from __future__ import annotations
 
 import os
+import re
 import socket
+import urllib.parse
+from dataclasses import dataclass
 from typing import final
 
 from clientlib.arguments import shown
@@ -14,14 +17,68 @@ from shm import sockets
 from shm.errors import Code, InferError
 from shm.run_directory import SOCKET, default_directory
 
-_NOT_BUILT_IN = {
-    "zmq+ipc": "the ZeroMQ transport",
-    "zmq+tcp": "the ZeroMQ transport",
-    "grpc": "the gRPC transport",
-    "grpcs": "the gRPC transport",
-    "http": "the HTTP transport",
-    "https": "the HTTP transport",
-}
+_PLAIN = re.compile(r"[!-~]+")
+_WIRES = ("grpc", "grpcs", "http", "https", "zmq+ipc")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A server behind a wire. `url` is for messages; `path` is http's prefix, or zmq+ipc's run directory."""
+
+    url: str
+    scheme: str
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    @property
+    def secure(self) -> bool:
+        """Is the connection encrypted?"""
+        return self.scheme in ("grpcs", "https")
+
+    @property
+    def target(self) -> str:
+        """host:port, an IPv6 host in brackets."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def wire_of(url: object) -> Address | None:
+    """The server that `url` names, None when it names a run directory (or nothing that is known).
+
+    Raises InferError for a URL of a wire that is not complete.
+    """
+    if not isinstance(url, str):
+        return None
+    scheme, separator, rest = url.partition("://")
+    if not separator or not scheme.startswith(("grpc", "http", "zmq")):
+        return None
+    if scheme == "zmq+ipc" and rest.startswith("/") and "\0" not in rest:
+        return Address(f"{scheme}://{rest}", scheme, path=os.path.normpath(rest))
+    if scheme in ("zmq+ipc", "zmq+tcp"):
+        raise InferError(
+            Code.UNSUPPORTED if scheme == "zmq+tcp" else Code.INVALID_ARG,
+            f"cannot connect to {shown(url)}: ZeroMQ reaches a broker on this host by its run directory, as "
+            "'zmq+ipc:///run/directory'; grpc:// and http:// reach others",
+        )
+    if scheme not in _WIRES:
+        return None
+    try:
+        parts = urllib.parse.urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    path = parts.path.rstrip("/") if host else ""
+    whole = host and port and parts.username is None and not parts.query and not parts.fragment
+    if not whole or not _PLAIN.fullmatch(url) or (path and not scheme.startswith("http")):
+        form = "'grpc://host:8001'" if scheme.startswith("grpc") else "'http://host:8000'"
+        raise InferError(
+            Code.INVALID_ARG,
+            f"cannot connect to {shown(url)}: expected host and port, as in {form.replace(scheme[:4], scheme)}",
+        )
+    assert host is not None
+    assert port is not None
+    return Address(f"{scheme}://{parts.netloc}{path}", scheme, host, port, path)
 
 
 def directory_of(url: str | os.PathLike[str] | None) -> str:
@@ -36,12 +93,6 @@ def directory_of(url: str | os.PathLike[str] | None) -> str:
         return os.path.normpath(rest)
     if not separator and (place.startswith(("/", "./", "../")) or (place and isinstance(url, os.PathLike))):
         return os.path.abspath(place)
-    if separator and scheme in _NOT_BUILT_IN:
-        raise InferError(
-            Code.UNSUPPORTED,
-            f"{_NOT_BUILT_IN[scheme]} is not built in yet: connect() or connect('ipc:///run/directory') reaches a "
-            "broker on this host",
-        )
     raise _unknown(url)
 
 
@@ -49,7 +100,8 @@ def _unknown(url: object) -> InferError:
     return InferError(
         Code.INVALID_ARG,
         f"cannot connect to {shown(url)}: expected the run directory of a broker (what it was given as --directory) as "
-        "'/run/directory', as a pathlib.Path or as 'ipc:///run/directory', or nothing for the default one",
+        "'/run/directory', as a pathlib.Path or as 'ipc:///run/directory'; a server as 'grpc://host:8001', "
+        "'http://host:8000' or 'zmq+ipc:///run/directory'; or nothing for the default one",
     )
 
 
