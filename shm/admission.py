@@ -31,7 +31,7 @@ class BoundPlan(Protocol):
     busy: bytearray  # one byte per output position: a live request writes there
 
     def conflict(self, input_position: int, output_position: int) -> str:
-        """The overlap with another live request's ranges, in words, or ""."""
+        """The overlap with another live request's ranges, in words, or "": then a plan that had to look holds them."""
 
 
 class Publishes(Protocol):

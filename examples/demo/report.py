@@ -49,7 +49,6 @@ REASONS = {
     "output": "outputs whose size only running the model tells",
     "policy": "inputs that the model's first operators must not read in shared memory",
     "align": "tensors at an address that is no multiple of their element size",
-    "arena": "answers without a place of their own that did not fit into the arena",
 }
 
 

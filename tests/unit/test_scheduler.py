@@ -8,7 +8,7 @@ import pytest
 
 from broker.repository.config import DynamicBatching, InstanceGroup, ModelConfig
 from broker.worker.backends import Context
-from broker.worker.model import MISSING, RECHECK, LoadedModel, instance_count
+from broker.worker.model import MISSING, LoadedModel, instance_count
 from broker.worker.scheduler import SHORT_NS, Scheduler
 from broker.worker.turn import Turn
 from shm import statistics
@@ -341,58 +341,6 @@ def test_nothing_begins_on_a_closed_model(scheduler, models):
     assert scheduler.adopt(Recovered([], [late])) == [late]
     assert scheduler.due(0).requests == [fine]
     assert not scheduler.waiting()
-
-
-# --- several instances ----------------------------------------------------------------------------------------------
-
-
-def ran(model, rows, ns):
-    for instance in model.instances:
-        for _ in range(20):
-            instance.count_batch(rows, rows, 0, 0, ns, 0)
-
-
-def batch_sizes(scheduler, model, count=4):
-    """How many requests each batch gets, when one instance is free and `count` requests wait."""
-    held = model.free.pop()
-    add(scheduler, *(request(model) for _ in range(count)))
-    sizes = []
-    while batch := scheduler.due(2):
-        sizes.append(len(batch.requests))
-        scheduler.done(batch)
-    model.free.append(held)
-    return sizes
-
-
-def test_a_batch_that_wins_nothing_is_shared_between_the_instances(scheduler, models):
-    model = models(count=2, batch=8)
-    assert batch_sizes(scheduler, model) == [4], "nothing is measured: as Triton does"
-    ran(model, 1, 1_000_000)
-    ran(model, 2, 2_000_000)
-    ran(model, 4, 4_000_000)
-    assert batch_sizes(scheduler, model) == [2, 1, 1]
-    ran(model, 4, 2_000_000)
-    assert batch_sizes(scheduler, model) == [4], "half the time per row"
-
-
-def test_what_is_configured_is_not_shared_out(scheduler, models):
-    single, delayed = models(count=1, batch=8), models(count=2, batch=4, delay=1)
-    for model in (single, delayed):
-        ran(model, 1, 1_000_000)
-        ran(model, 2, 2_000_000)
-        ran(model, 4, 4_000_000)
-    assert delayed.share(delayed.instances[0]) == 0
-    assert batch_sizes(scheduler, delayed) == [4]
-    add(scheduler, *(request(single) for _ in range(4)))
-    assert len(scheduler.due(2).requests) == 4
-
-
-def test_sharing_is_looked_at_again_now_and_then(scheduler, models):
-    model = models(count=2, batch=8)
-    ran(model, 1, 1_000_000)
-    ran(model, 2, 2_000_000)
-    sizes = [batch_sizes(scheduler, model, 2) for _ in range(RECHECK + 1)]
-    assert sizes == [[1, 1]] * RECHECK + [[2]]
 
 
 # --- short or long --------------------------------------------------------------------------------------------------
