@@ -1,0 +1,82 @@
+"""The one access policy: Triton's restricted APIs, for every front end and every way a request can be spelled.
+
+Front ends look a request's category up here by what it does, never by its path, and call `Access.check` before they do
+anything else with it; `broker.gateway.service` passes `Service.check` on to it. Settings: --http-restricted-api and
+--grpc-restricted-protocol.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import final, get_args
+
+from broker.gateway.kserve import Caller, Category, Transport
+from shm.errors import Code, InferError
+
+GRPC_PREFIX = "triton-grpc-protocol-"
+CATEGORIES: tuple[Category, ...] = get_args(Category)
+Rules = Mapping[str, tuple[str, str]]  # category → header, value
+
+# Every method of the KServe and Triton gRPC service, and of gRPC's health service.
+GRPC_METHODS: Mapping[str, Category] = MappingProxyType(
+    {
+        "ServerLive": "health",
+        "ServerReady": "health",
+        "ModelReady": "health",
+        "Check": "health",
+        "Watch": "health",
+        "ServerMetadata": "metadata",
+        "ModelMetadata": "metadata",
+        "ModelInfer": "inference",
+        "ModelStreamInfer": "inference",
+        "SystemSharedMemoryStatus": "shared-memory",
+        "SystemSharedMemoryRegister": "shared-memory",
+        "SystemSharedMemoryUnregister": "shared-memory",
+        "CudaSharedMemoryStatus": "shared-memory",
+        "CudaSharedMemoryRegister": "shared-memory",
+        "CudaSharedMemoryUnregister": "shared-memory",
+        "ModelConfig": "model-config",
+        "RepositoryIndex": "model-repository",
+        "RepositoryModelLoad": "model-repository",
+        "RepositoryModelUnload": "model-repository",
+        "ModelStatistics": "statistics",
+        "TraceSetting": "trace",
+        "LogSettings": "logging",
+    }
+)
+
+
+@final
+class Restricted(InferError):
+    """The request lacks the header that the server's operator asks for. HTTP answers 403, gRPC UNAVAILABLE."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Code.UNAVAILABLE, message)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.message,))
+
+
+@final
+class Access:
+    """What each front end may be asked without a word. Rules have header names in lower case, gRPC's with prefix.
+
+    ZeroMQ has no flag of its own: a category that either flag restricts is restricted there too, and a message carries
+    the header that HTTP would (else gRPC's) in its own headers.
+    """
+
+    def __init__(self, http: Rules, grpc: Rules) -> None:
+        self._rules: Mapping[Transport, Rules] = {"http": http, "grpc": grpc, "zmq": {**grpc, **http}}
+
+    def check(self, category: Category, caller: Caller) -> None:
+        """Raises Restricted."""
+        rule = self._rules[caller.transport].get(category)
+        if rule is None:
+            return
+        header, value = rule
+        came = caller.headers.get(header)
+        if came is None or not hmac.compare_digest(came.encode(errors="surrogateescape"), value.encode()):
+            what = "protocol" if caller.transport == "grpc" else "API"
+            raise Restricted(f"This {what} is restricted, expecting header '{header}'")

@@ -1,0 +1,193 @@
+"""Who asks: from a connection and its headers to a `Caller`, for every front end.
+
+Shared memory is the broker's own uid's: a TCP peer on the loopback interface whose socket belongs to that uid
+(`broker.gateway.sock_diag`), a Unix socket's peer of that uid (SO_PEERCRED), and whoever could open gRPC's Unix socket,
+which is that uid's alone. A request that a proxy forwarded is the proxy's user's, who may be anybody: it has no
+principal wherever it comes from. Everybody without one may still send tensors inline.
+
+Nothing is remembered by address: each request that names a region asks anew, since another process may have the port
+by then. What cannot be found out counts as remote.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, Protocol, final
+from urllib.parse import unquote
+
+from broker.gateway.kserve import Caller, Identity
+from broker.gateway.sock_diag import Address, Endpoint, SocketOwners
+from shm.message_values import Principal
+from shm.sockets import peer_credentials
+
+KSERVE = "kserve"  # the scope of HTTP and gRPC
+FORWARDED = frozenset({"forwarded", "via", "x-real-ip", "x-client-ip", "x-cluster-client-ip", "true-client-ip"})
+FORWARDED_PREFIXES = ("x-forwarded-", "x-original-forwarded-", "x-envoy-external-", "cf-connecting-")
+_GRPC_TCP = re.compile(r"ipv[46]:(?P<address>.+):(?P<port>\d{1,5})")
+_ZMQ_PEER = re.compile(r"localhost:(?P<uid>\d{1,10}):\d{1,10}:(?P<pid>\d{1,10})")
+
+
+class Connection(Protocol):
+    """A connected socket, or what asyncio lends of it: `transport.get_extra_info("socket")`."""
+
+    @property
+    def family(self) -> int:
+        """AF_INET, AF_INET6 or AF_UNIX."""
+
+    def getpeername(self) -> Any:
+        """Raises OSError when the peer is gone."""
+
+    def getsockname(self) -> Any:
+        """Raises OSError."""
+
+    def getsockopt(self, *arguments: Any) -> Any:
+        """Raises OSError."""
+
+
+@final
+class Peers:
+    """Makes callers for one gateway, on its event loop's thread.
+
+    `grpc_address` is what --grpc-address says: gRPC tells a handler where its peer is, but not which address the peer
+    connected to, and an exact question needs both. Only a loopback address there has one answer.
+    """
+
+    def __init__(
+        self,
+        broker_uid: int,
+        *,
+        grpc_address: str = "127.0.0.1",
+        grpc_port: int = 8001,
+        owner: Callable[[Endpoint, Endpoint], int | None] | None = None,
+    ) -> None:
+        self._uid = broker_uid
+        self._owners = SocketOwners()
+        self._owner = owner or self._owners.uid
+        self._overflow = overflow_uid()
+        self._grpc_port = grpc_port
+        self._grpc_locals = loopback_addresses(grpc_address)
+
+    def close(self) -> None:
+        """Close the netlink socket."""
+        self._owners.close()
+
+    def http_caller(self, connection: Connection | None, headers: Mapping[str, str]) -> Caller:
+        """Of one HTTP request. `connection` None: it is closed by now. `headers`: any case, aiohttp's mapping too."""
+        return Caller("http", headers=headers, ask=partial(self._http, connection, headers))
+
+    def grpc_caller(self, peer: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> Caller:
+        """Of one call, or one request of a stream. `peer` and `metadata` as the call's context has them."""
+        headers = {name.lower(): value for name, value in metadata or () if isinstance(value, str)}
+        return Caller("grpc", headers=headers, ask=partial(self._grpc, peer, headers))
+
+    def zmq_caller(self, peer_address: str, client: str, headers: Mapping[str, str] | None = None) -> Caller:
+        """Of one message. `peer_address`: its frame's metadata; `client` names the client within its uid."""
+        return Caller("zmq", headers=headers or {}, ask=partial(self._zmq, peer_address, client))
+
+    # --- the rules, one per kind of connection ---------------------------------------------------------------------
+
+    def _http(self, connection: Connection | None, headers: Mapping[str, str]) -> Identity:
+        if by := forwarded_by(headers):
+            return None, by
+        if connection is None:
+            return None, "the connection is closed"
+        try:
+            if connection.family == socket.AF_UNIX:
+                return self._of_uid(peer_credentials(connection)[1], KSERVE)  # type: ignore[arg-type]
+            return self._tcp(_endpoint(connection.getpeername()), _endpoint(connection.getsockname()))
+        except (OSError, ValueError) as error:
+            return None, f"the peer's address is not known: {error}"
+
+    def _grpc(self, peer: str, headers: Mapping[str, str]) -> Identity:
+        if by := forwarded_by(headers):
+            return None, by
+        if peer.startswith("unix:"):
+            return self._of_uid(self._uid, KSERVE)
+        found = _GRPC_TCP.fullmatch(peer)
+        try:
+            remote = (_parse(unquote(found["address"]).strip("[]")), int(found["port"])) if found else None
+        except ValueError:
+            remote = None
+        if remote is None:
+            return None, "the peer's address is not known"
+        if not remote[0].is_loopback:
+            return None, _not_loopback(remote[0])
+        local = self._grpc_locals.get(remote[0].version)
+        if local is None:
+            return None, (
+                "gRPC does not listen on a loopback address alone (--grpc-address), so that its peers cannot be told "
+                "apart; its Unix socket works"
+            )
+        return self._tcp(remote, (local, self._grpc_port))
+
+    def _zmq(self, peer_address: str, client: str) -> Identity:
+        found = zmq_peer(peer_address)
+        if found is None:
+            return None, "the peer of the ZeroMQ socket is not known"
+        return self._of_uid(found[0], f"zmq:{client}")
+
+    def _tcp(self, peer: Endpoint, local: Endpoint) -> Identity:
+        if not (peer[0].is_loopback and local[0].is_loopback):
+            return None, _not_loopback(peer[0])
+        uid = self._owner(peer, local)
+        if uid is None:
+            return None, "the kernel does not know the peer's socket"
+        return self._of_uid(uid, KSERVE)
+
+    def _of_uid(self, uid: int, scope: str) -> Identity:
+        if uid == self._overflow:
+            return None, f"uid {uid} stands for every uid that is not known in this user namespace"
+        if uid != self._uid:
+            return None, f"the peer is uid {uid}, this broker serves uid {self._uid}"
+        return Principal(uid=uid, scope=scope), ""
+
+
+def forwarded_by(headers: Mapping[str, str]) -> str:
+    """Why a request with these headers is not its peer's own; "" if nothing says so."""
+    for name in headers:
+        lower = name.lower()
+        if lower in FORWARDED or lower.startswith(FORWARDED_PREFIXES):
+            return f"a proxy forwarded the request: it has a header {lower[:64]!r}"
+    return ""
+
+
+def zmq_peer(peer_address: str) -> tuple[int, int] | None:
+    """(uid, pid) from the Peer-Address of a frame that came over ipc://, None for any other."""
+    found = _ZMQ_PEER.fullmatch(peer_address)
+    return (int(found["uid"]), int(found["pid"])) if found else None
+
+
+def loopback_addresses(host: str) -> dict[int, Address]:
+    """The one loopback address per IP version that a server on `host` listens on; {} if it may be another one."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+        addresses = {_parse(str(address[0])) for *_, address in found}
+    except (OSError, ValueError, UnicodeError):
+        return {}
+    by_version = {address.version: address for address in addresses}
+    alone = len(by_version) == len(addresses) and all(address.is_loopback for address in addresses)
+    return by_version if alone else {}
+
+
+def overflow_uid() -> int:
+    """What the kernel shows for every uid outside this user namespace: it could be anybody's."""
+    return int(Path("/proc/sys/kernel/overflowuid").read_text())
+
+
+def _endpoint(name: Any) -> Endpoint:
+    return _parse(name[0]), int(name[1])
+
+
+def _parse(text: str) -> Address:
+    """Raises ValueError. IPv4 addresses mapped into IPv6 come out as IPv4: those of a socket that serves both."""
+    address = ip_address(text)
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def _not_loopback(address: Address) -> str:
+    return f"the peer {address} did not come over the loopback interface"
