@@ -169,7 +169,7 @@ def loopback_addresses(host: str) -> dict[int, Address]:
         addresses = {_parse(str(address[0])) for *_, address in found}
     except (OSError, ValueError, UnicodeError):
         return {}
-    by_version = {address.version: address for address in addresses}
+    by_version: dict[int, Address] = {address.version: address for address in addresses}
     alone = len(by_version) == len(addresses) and all(address.is_loopback for address in addresses)
     return by_version if alone else {}
 
