@@ -28,12 +28,12 @@ from clientlib.link import Bound, Link, Prepared
 from clientlib.native import Native
 from clientlib.plans import MAX_PRIORITY, deadline_ns_of, remaining_s
 from clientlib.process import StaysHere
-from clientlib.recipe import Budget, Outputs, Slots, recipe
-from clientlib.region import AsyncRegion, MappedRegion, TensorRef
+from clientlib.recipe import Budget, Outputs, Recipe, Slots, recipe
+from clientlib.region import AsyncRegion, MappedRegion, NamedRegion, TensorRef
 from clientlib.results import InferResult
-from clientlib.session import Procedure
+from clientlib.session import Answer, Procedure
 from shm.errors import Code, ConnectionLost, InferError
-from shm.messages import ModelMetadata, RegionRecord
+from shm.messages import Message, ModelMetadata, RegionInfo, RegionRecord
 
 T = TypeVar("T")
 BUDGET = Budget(places=512, byte_size=16 << 20)  # a loop has hundreds of requests in flight where a thread has one
@@ -71,10 +71,40 @@ class AsyncClient(StaysHere):
         self._automatic: Automatic[AsyncPlan] = Automatic()
         self._preparing: dict[object, asyncio.Lock] = {}
         self._connecting = asyncio.Lock()
+        self.lost = asyncio.Event()  # of adopted clients: the session has ended, and with it the client
 
     async def start(self, timeout: float) -> None:
         """Connect for the first time. Called by `connect_async`."""
         await self._connect(self._loop.time() + timeout, wait=False)
+
+    @classmethod
+    async def adopt(
+        cls,
+        sock: socket.socket,
+        *,
+        slots: int = 1024,
+        timeout: float = 30,
+        on_notice: Callable[[Message], None] | None = None,
+    ) -> AsyncClient:
+        """A client on a session that is connected already, as the broker gives one to a gateway. Takes `sock` over.
+
+        It never reconnects: when the session has ended, `lost` is set and the client is closed. `on_notice` is given
+        what the broker says unasked: `Exiting`, `Goodbye`.
+        """
+        client = cls("the other end of its socket", whole(slots, "slots", 1, MAX_SLOTS))
+        sock.setblocking(False)
+        session = AsyncSession(sock, client.native.directory, client._loop, on_notice, client._ended)
+        try:
+            await session.drive(client.native.greet(), client._loop.time() + timeout)
+        except BaseException:
+            session.close()
+            raise
+        client.native.link = Link(client.native.lose, session, LoopLanes())
+        return client
+
+    async def call(self, message: Message, expects: int = 0, timeout: float = CALL_S) -> Answer:
+        """One message of the session protocol; the reply and its `expects` descriptors, which are the caller's."""
+        return await self._run(lambda link: self.native.call(link, message, expects), timeout)
 
     # --- models ----------------------------------------------------------------------------------------------------
 
@@ -183,6 +213,27 @@ class AsyncClient(StaysHere):
     ) -> None:
         await self.close()
 
+    async def prepare_recipe(self, made: Recipe) -> AsyncPlan:
+        """A plan for `infer_arrays`: what `infer` prepares by itself, kept by the caller instead."""
+        plan = AsyncPlan(self, made)
+        await self._run(lambda link: self.native.prepare(link, plan))
+        return plan
+
+    def name_region(self, info: RegionInfo, identity: tuple[int, int]) -> MappedRegion:
+        """A region that the broker has opened here by `info`, without its memory: for plans alone.
+
+        `identity` is the (device, inode) of its file. `forget_region` is its end.
+        """
+        region: MappedRegion = NamedRegion(info.name, info.byte_size, info.offset, identity, kind=info.kind)
+        self.native.regions[info.name] = region
+        return region
+
+    def forget_region(self, region: MappedRegion) -> None:
+        """No new plan may use it. The broker is not told."""
+        region.retired = "forgotten"
+        if self.native.regions.get(region.name) is region:
+            del self.native.regions[region.name]
+
     async def bind(self, plan: AsyncPlan, deadline_ns: int) -> Bound[AsyncLane]:
         """What the loop needs to submit requests of `plan`."""
         return await self._run_until(self._ends(deadline_ns, RECONNECT_S), lambda link: self.native.bind(link, plan))
@@ -248,6 +299,11 @@ class AsyncClient(StaysHere):
                 self.native.lose(link)
                 if fresh or self.native.closed:
                     raise
+
+    def _ended(self) -> None:
+        """The session of an adopted client is no more."""
+        self.native.close()
+        self.lost.set()
 
     def _check(self) -> None:
         self.native.check()

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from clientlib.arena import Bank, Lease
 from clientlib.async_lane import AsyncLane
 from clientlib.async_pending import AsyncPending
-from clientlib.layout import RoomNeeded
+from clientlib.layout import RangeInUse, RoomNeeded
 from clientlib.link import Bound, Prepared
 from clientlib.overlap import in_use
 from clientlib.pending import expired
@@ -98,9 +98,18 @@ class AsyncPlan(StaysHere):
             check_all(input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end)
             raise
 
-    async def infer_arrays(self, values: Sequence[npt.NDArray[Any]], deadline_ns: int, priority: int) -> InferResult:
-        """Copy `values` into a place of the client's own and run. For plans that `AsyncClient.infer` makes."""
-        options = (0, priority, 0, False, False)
+    async def infer_arrays(
+        self,
+        values: Sequence[npt.NDArray[Any]],
+        deadline_ns: int,
+        priority: int,
+        sequence: tuple[int, bool, bool] = (0, False, False),
+    ) -> InferResult:
+        """Copy `values` into a place of the client's own and run. For plans that `AsyncClient.infer` makes.
+
+        `sequence`: its id, and whether this is its start and its end.
+        """
+        options = (0, priority, *sequence)
         try:
             return await (await self._start(deadline_ns, 0, None, options, values)).finish()
         except RoomNeeded as needed:
@@ -196,14 +205,14 @@ class AsyncPlan(StaysHere):
         """Mark the output position. Raises InferError when memory is in use."""
         for _ in range(2):
             if bound.ranges.rivals is not None:
-                overlap, _holder = bound.ranges.claim(pending)
+                overlap, holder = bound.ranges.claim(pending)
             else:
                 holder = bound.live.setdefault(pending.output_slot, pending)
                 overlap = "" if holder is pending else in_use(bound.ranges, pending)
             if not overlap:
                 return
             bound.channel.reap()  # the other request may have ended since the last look
-        raise InferError(Code.INVALID_ARG, overlap)
+        raise (InferError if holder is None else RangeInUse)(Code.INVALID_ARG, overlap)
 
     async def _lease(self, bank: Bank, deadline_ns: int) -> Lease:
         """Await a place, first come, first served."""

@@ -9,11 +9,13 @@ import asyncio
 import contextlib
 import functools
 import socket
+from collections.abc import Callable
 from typing import TypeVar, final
 
 from clientlib.session import Answer, Call, Procedure, Session
 from shm import sockets
 from shm.errors import InferError, ProtocolError
+from shm.messages import Message
 from shm.sockets import close_all
 
 T = TypeVar("T")
@@ -43,12 +45,21 @@ class _Reply:
 class AsyncSession:
     """Owns `sock`, a connected, non-blocking SEQPACKET socket."""
 
-    __slots__ = ("_calls", "_loop", "_sending", "_session", "_sock")
+    __slots__ = ("_calls", "_loop", "_on_end", "_sending", "_session", "_sock")
 
-    def __init__(self, sock: socket.socket, path: str, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        path: str,
+        loop: asyncio.AbstractEventLoop,
+        on_notice: Callable[[Message], None] | None = None,
+        on_end: Callable[[], None] | None = None,
+    ) -> None:
+        """`on_notice` is given what the broker says unasked, `on_end` called once, when the connection has ended."""
         self._sock = sock
-        self._session = Session(path)
+        self._session = Session(path, on_notice)
         self._loop = loop
+        self._on_end = on_end
         self._sending = asyncio.Lock()
         self._calls = asyncio.Semaphore(CALLS)
         loop.add_reader(sock, self._read)
@@ -139,3 +150,5 @@ class AsyncSession:
             self._loop.remove_reader(self._sock)
             self._sock.close()
             self._session.end(why)
+            if self._on_end is not None:
+                self._on_end()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 import numpy.typing as npt
 
-from clientlib import shapes
+from clientlib import raw_results, shapes
 from clientlib.arena import Bank, Block, Lease, aligned, owning
 from clientlib.overlap import Ranges, Span
 from clientlib.recipe import ArrayInput, Recipe
@@ -30,6 +30,7 @@ from shm.views import Placement
 Array = npt.NDArray[Any]
 _TOO_SMALL = re.compile(r"output '(.+?)' \(\d+ bytes\) should be at least (\d+) bytes")
 _OUTDATED = "prepare the plan again"  # how the worker's refusal ends
+_IN_USE = re.compile(r"still in flight|in flight on plans that share memory")  # what the worker says of other requests
 
 
 class RoomNeeded(InferError):
@@ -39,6 +40,10 @@ class RoomNeeded(InferError):
         super().__init__(code, message)
         self.output = output
         self.byte_size = byte_size
+
+
+class RangeInUse(InferError):
+    """A live request reads or writes memory that this one would write, or writes what it would read."""
 
 
 class PlanOutdated(InferError):
@@ -114,10 +119,12 @@ class Sketch:
         "output_positions",
         "owns_outputs",
         "places",
+        "raw",
     )
 
     def __init__(self, recipe: Recipe, inputs: Sequence[_Tensor], outputs: Sequence[_Tensor]) -> None:
         self._recipe, self._inputs, self._outputs = recipe, inputs, outputs
+        self.raw = recipe.raw
         self.input_positions, self.output_positions = recipe.input_positions, recipe.output_positions
         own_inputs = any(tensor.region is None for tensor in inputs)
         own_outputs = self.owns_outputs = bool(outputs) and all(tensor.region is None for tensor in outputs)
@@ -177,6 +184,7 @@ class Layout:
         "outputs",
         "owns_outputs",
         "ranges",
+        "raw",
         "writes",
     )
 
@@ -192,6 +200,7 @@ class Layout:
         self.inputs, self.outputs, self.bank, self._block = inputs, outputs, bank, block
         self.input_positions, self.output_positions = sketch.input_positions, sketch.output_positions
         self.byte_size = sketch.byte_size  # of the client's own block
+        self.raw = sketch.raw
         self.owns_outputs = sketch.owns_outputs  # they lie in places of the bank: arrays can keep those
         self.mixed = not self.owns_outputs and any(tensor.own for tensor in outputs)
         spans: list[list[Span]] = [[], []]
@@ -221,7 +230,7 @@ class Layout:
         targets = self._input_views[place]
         if targets is None:
             targets = self._input_views[place] = [
-                tensor.raw(place) if tensor.datatype == BYTES else tensor.view(place, tensor.shape)
+                tensor.raw(place) if self.raw or tensor.datatype == BYTES else tensor.view(place, tensor.shape)
                 for tensor in self.writes
             ]
         copied = 0
@@ -235,6 +244,8 @@ class Layout:
     ) -> InferResult:
         """The arrays of a successful completion at output `position`."""
         keep = lease if self.owns_outputs and self.bank is not None and self.bank.can_spare() else None
+        if self.raw:
+            return raw_results.result(self.outputs, entry, _note_words(note), position, rows, keep, copied)
         if not rows and (self._fixed or (self._ownable and keep is not None)):
             arrays = self._views[position]
             if arrays is None:
@@ -279,6 +290,8 @@ class Layout:
             return RoomNeeded(name, text, match[1], int(match[2]))
         if text.endswith(_OUTDATED):
             return PlanOutdated(name, text)
+        if _IN_USE.search(text):
+            return RangeInUse(name, text)
         return InferError(name, text)
 
 
@@ -341,13 +354,7 @@ def _note_words(note: bytes) -> list[int]:
 
 def _array(tensor: Placed, position: int, rows: int, words: list[int]) -> Array:
     """The result at a position: a view, or decoded strings. Takes an open tensor's shape off `words`."""
-    shape = tensor.shape
-    if shapes.is_open(tensor.datatype, shape):
-        rank = words[0]
-        shape = tuple(words[1 : 1 + rank])
-        del words[: 1 + rank]
-    elif rows:
-        shape = (rows, *shape[1:])
+    shape = shapes.reported(tensor.datatype, tensor.shape, rows, words)
     if tensor.datatype != BYTES:
         return tensor.view(position, shape)
     return _strings(tensor, position, shape)
@@ -356,10 +363,5 @@ def _array(tensor: Placed, position: int, rows: int, words: list[int]) -> Array:
 def _strings(tensor: Placed, position: int, shape: tuple[int, ...]) -> Array:
     raw = tensor.raw(position).tobytes()
     count = datatypes.element_count(shape)
-    end = 0
-    for _ in range(count):
-        if end + 4 > len(raw):
-            break
-        end += 4 + int.from_bytes(raw[end : end + 4], "little")
-    elements = datatypes.decode_bytes(raw[:end], count, f"output '{tensor.name}'")
+    elements = datatypes.decode_bytes(raw[: raw_results.strings_end(raw, count)], count, f"output '{tensor.name}'")
     return elements.reshape(shape)

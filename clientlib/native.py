@@ -24,7 +24,7 @@ from clientlib.layout import Layout, RoomNeeded, sketch
 from clientlib.link import Bound, L, Link, PlanState, Prepared
 from clientlib.recipe import Recipe
 from clientlib.region import MappedRegion, TensorRef
-from clientlib.session import Call, Procedure
+from clientlib.session import Answer, Call, Procedure
 from shm import messages
 from shm.client_channel import ClientChannel
 from shm.errors import Code, ConnectionLost, InferError
@@ -137,6 +137,11 @@ class Native(Generic[L]):
                 expects=1,
             )
         raise InferError(Code.NOT_FOUND, "its token has ended; ask its owner for a new one")
+
+    def call(self, link: Link[L], message: messages.Message, expects: int) -> Procedure[Answer]:
+        """Any message of the protocol, for who knows what it means."""
+        answer = yield Call(message, expects=expects)
+        return answer
 
     # --- regions ---------------------------------------------------------------------------------------------------
 

@@ -38,16 +38,21 @@ class Budget:
 
     places: int
     byte_size: int
+    least: int = 2  # places, however large each is
 
     def places_for(self, each: int, at_least: int) -> int:
         """At least `at_least`, for places of `each` bytes."""
-        return min(max(at_least, min(self.places, self.byte_size // max(each, 1))), MAX_POSITIONS)
+        return min(max(at_least, self.least, min(self.places, self.byte_size // max(each, 1))), MAX_POSITIONS)
 
 
 @final
 @dataclass(slots=True)
 class Recipe:
-    """A prepared request before it has a place. `rooms` grows when a result turns out larger than was reserved."""
+    """A prepared request before it has a place. `rooms` grows when a result turns out larger than was reserved.
+
+    `raw`: arrays are bytes in KServe's encoding, 1-D uint8, both the inputs' values and the results, whose shapes are
+    in `InferResult.shapes`. Memory that the caller placed is not looked at: such outputs have a shape only.
+    """
 
     model: str
     version: str
@@ -57,6 +62,7 @@ class Recipe:
     output_positions: int
     budget: Budget
     rooms: dict[str, int] = field(default_factory=dict)
+    raw: bool = False
 
 
 def recipe(

@@ -21,7 +21,7 @@ from clientlib.arguments import MOST, shown, whole
 from shm import datatypes, views
 from shm.datatypes import BYTES
 from shm.errors import Code, InferError
-from shm.regions import MappedMemory
+from shm.regions import MappedMemory, Memory
 
 if TYPE_CHECKING:
     from clientlib.async_client import AsyncClient
@@ -34,7 +34,7 @@ MAX_RANK = 64
 class MappedRegion(process.StaysHere):
     """A named range of memory that this session registered or opened. Attributes are read-only facts.
 
-    `name`, `kind` ("pool" or "system"), `byte_size`, `key` (POSIX name, system only), `offset` in the object.
+    `name`, `kind` ("pool", "system", or "local": a remote client's), `byte_size`, `key` (POSIX name, system only), `offset` in the object.
     """
 
     __slots__ = (
@@ -55,8 +55,8 @@ class MappedRegion(process.StaysHere):
         """Owns `fd`: pools keep it, to be registered again after a restart of the broker."""
         try:
             status = os.fstat(fd)
-            keep = kind == "pool"
-            self.memory = MappedMemory(fd, offset, byte_size, writable, kind=kind, keep_fd=keep)
+            keep = kind in ("pool", "local")  # to be passed on by its descriptor
+            self.memory: Memory = MappedMemory(fd, offset, byte_size, writable, kind=kind, keep_fd=keep)
         except BaseException:
             os.close(fd)
             raise
@@ -158,6 +158,39 @@ class AsyncRegion(MappedRegion):
         """Await it for a token with which another session of the same uid opens this region."""
         self.check_process()
         return _alive(self._client()).share(self)
+
+
+@final
+class NamedRegion(MappedRegion):
+    """A region that this process names in plans and never maps: its owner could end whoever reads or writes there."""
+
+    __slots__ = ()
+
+    def __init__(self, name: str, byte_size: int, offset: int, identity: tuple[int, int], *, kind: str) -> None:
+        self.memory = _Elsewhere(kind, byte_size)
+        self.name, self.kind, self.key = name, kind, ""
+        self.offset, self.byte_size = offset, byte_size
+        self.identity = identity
+        self.retired = ""
+        self._made_in = process.generation
+
+
+@final
+class _Elsewhere:
+    """The memory of a region that is not mapped here."""
+
+    __slots__ = ("byte_size", "fd", "kind", "writable")
+
+    def __init__(self, kind: str, byte_size: int) -> None:
+        self.kind, self.byte_size, self.writable = kind, byte_size, False
+        self.fd: int | None = None
+
+    @property
+    def bytes(self) -> npt.NDArray[np.uint8]:
+        raise InferError(Code.UNSUPPORTED, "this region is not mapped here")
+
+    def close(self) -> None:
+        pass
 
 
 @final

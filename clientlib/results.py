@@ -28,12 +28,19 @@ class InferResult(Mapping[str, npt.NDArray[Any]]):
     array owns its memory and outlives the client.
     """
 
-    __slots__ = ("_arrays", "_copied", "_entry")
+    __slots__ = ("_arrays", "_copied", "_entry", "shapes")
 
-    def __init__(self, arrays: dict[str, npt.NDArray[Any]], entry: tuple[int, ...], copied: int = 0) -> None:
+    def __init__(
+        self,
+        arrays: dict[str, npt.NDArray[Any]],
+        entry: tuple[int, ...],
+        copied: int = 0,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
         self._arrays = arrays
         self._entry = entry
         self._copied = copied
+        self.shapes = shapes or {}  # of raw results (see `clientlib.recipe.Recipe`), whose arrays are bytes
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         try:

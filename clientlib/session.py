@@ -17,6 +17,7 @@ import msgspec
 
 from shm import messages
 from shm.errors import Code, ConnectionLost, InferError, ProtocolError
+from shm.gateway_messages import Exiting
 from shm.messages import (
     ChannelInfo,
     CloseChannel,
@@ -62,10 +63,22 @@ class Waiter(Protocol):
 class Session:
     """State of one session. Not thread-safe: its owner serialises the calls."""
 
-    __slots__ = ("_ids", "_path", "_reason", "_returns", "_waiting", "_welcomed", "lost", "starting", "unanswered")
+    __slots__ = (
+        "_ids",
+        "_on_notice",
+        "_path",
+        "_reason",
+        "_returns",
+        "_waiting",
+        "_welcomed",
+        "lost",
+        "starting",
+        "unanswered",
+    )
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, on_notice: Callable[[Message], None] | None = None) -> None:
         self._path = path
+        self._on_notice = on_notice
         self._ids = itertools.count(1)
         self._waiting: dict[int, tuple[Waiter, int]] = {}
         self.unanswered: set[int] = set()  # calls that nobody waits for any more
@@ -119,8 +132,11 @@ class Session:
         if isinstance(reply, Starting):
             self.starting = reply
             return
-        if isinstance(reply, Goodbye):
-            self._reason = reply.reason
+        if isinstance(reply, Goodbye | Exiting):
+            if isinstance(reply, Goodbye):
+                self._reason = reply.reason
+            if self._on_notice is not None:
+                self._on_notice(reply)
             return
         if isinstance(reply, Welcome):
             self._welcomed = True

@@ -51,6 +51,16 @@ def is_open(datatype: str, shape: Sequence[int]) -> bool:
     return datatype == BYTES or -1 in shape
 
 
+def reported(datatype: str, planned: Shape, rows: int, words: list[int]) -> Shape:
+    """The shape of a result: of an open output, the next one in the completion's `words`, which are taken off."""
+    if is_open(datatype, planned):
+        rank = words[0]
+        shape = tuple(words[1 : 1 + rank])
+        del words[: 1 + rank]
+        return shape
+    return (rows, *planned[1:]) if rows else planned
+
+
 def first_room(input_bytes: int) -> int:
     """Bytes to reserve for an open output before any result was seen."""
     return max(MIN_ROOM, ROOM_FACTOR * input_bytes)
