@@ -26,11 +26,14 @@ from shm.statistics import (
     INFERENCES,
     INPUT_NS,
     LAST_MS,
+    LATENCIES,
+    LATENCY,
     MAX_BATCH,
     OUTPUT_NS,
     PENDING,
     QUEUE_NS,
     REASONS,
+    REFUSED_EARLY,
     RETRIED,
     SUCCESS,
     StatisticsPage,
@@ -95,7 +98,7 @@ class StatisticsBlocks:
 
     def model_stats(self, model: str, version: int) -> dict[str, Any]:
         """One entry of Triton's `model_stats` (durations in ns), with our own keys beside it."""
-        blocks = [self.page.block(block) for held in self._blocks.get((model, version), {}).values() for block in held]
+        blocks = self._of((model, version))
 
         def total(word: int) -> int:
             return sum(block[word] for block in blocks)
@@ -123,6 +126,17 @@ class StatisticsBlocks:
             "pending": total(PENDING),
             "copied_bytes": {reason: total(COPIED + at) for at, reason in enumerate(REASONS)},
         }
+
+    def distribution(self, model: str, version: int) -> dict[str, Any]:
+        """What `model_stats` has no place for: successful requests by duration, failures that were not the model's."""
+        blocks = self._of((model, version))
+        return {
+            "latency": [sum(block[LATENCY + at] for block in blocks) for at in range(LATENCIES)],
+            "refused_early": sum(block[REFUSED_EARLY] for block in blocks),
+        }
+
+    def _of(self, owner: Owner) -> list[memoryview]:
+        return [self.page.block(block) for held in self._blocks.get(owner, {}).values() for block in held]
 
 
 _DURATIONS = (

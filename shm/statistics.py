@@ -6,6 +6,7 @@ only the thread that runs the instance writes it: no lock, no lost update. The b
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import final
 
 from shm.memory import map_words, sealed_memfd
@@ -27,7 +28,11 @@ COPIED = 16  # .. +4: bytes copied, by reason
 REASONS = ("policy", "gather", "scatter", "output", "align")
 RETRIED = 24  # requests run again after a worker's death
 PENDING = 25  # requests queued for the model now (first instance's block only)
-BATCHES = 32  # 4 words per batch size 1..MAX_BATCH: executions, input ns, infer ns, output ns
+REFUSED_EARLY = 26  # of FAIL: requests that ended before the model ran them, and not by its fault
+LATENCY = 32  # .. +LATENCIES-1: successful requests by duration (queue to output), see BOUNDS_NS
+BOUNDS_NS = (*(digit * 10**power for power in range(4, 10) for digit in (1, 2, 5)), 10**10)  # 10 µs … 10 s
+LATENCIES = len(BOUNDS_NS) + 1  # the last: longer than all bounds
+BATCHES = LATENCY + LATENCIES  # 4 words per batch size 1..MAX_BATCH: executions, input ns, infer ns, output ns
 MAX_BATCH = (BLOCK - BATCHES) // 4  # larger batches are counted at this size
 
 # Words of a worker's own block
@@ -36,6 +41,11 @@ TAKEN = 4  # requests taken from channels
 IN_FLIGHT = 5
 REFUSED = 6  # entries that broke a rule of the channel
 RECOVERED = 7
+
+
+def bucket(ns: int) -> int:
+    """Which of the LATENCIES a duration is counted in: the first whose bound it does not exceed."""
+    return bisect_left(BOUNDS_NS, ns)
 
 
 @final

@@ -267,7 +267,10 @@ class Loop:
                 word = statistics.CANCELLED if request.code == Code.CANCELLED else statistics.FAIL
                 if request.note == EXPIRED[1].encode():
                     word = statistics.EXPIRED
-                request.plan.model.instances[0].block[word] += 1
+                block = request.plan.model.instances[0].block
+                block[word] += 1
+                if word == statistics.FAIL:
+                    block[statistics.REFUSED_EARLY] += 1
 
     def _run(self, batch: Batch) -> None:
         requests = batch.requests

@@ -55,10 +55,10 @@ class Instance:
     """One execution slot of a model version."""
 
     __slots__ = (
-        "_infer_ns",
         "_rows",
         "_scratch",
         "_told",
+        "_took",
         "block",
         "buffers",
         "longest",
@@ -81,7 +81,7 @@ class Instance:
         self._scratch: dict[tuple[str, str], npt.NDArray[np.uint8]] = {}
         self._told = -1
         self._rows: list[int] = []  # of the executions remembered by `count_inline`
-        self._infer_ns = 0
+        self._took: list[int] = []  # ns, of the same
         block[statistics.BATCH] = 0  # a worker that died here left its batch behind
 
     def scratch(self, side: str, tensor: str, byte_size: int) -> npt.NDArray[np.uint8]:
@@ -122,7 +122,8 @@ class Instance:
     def count_batch(self, count: int, rows: int, queue_ns: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
         """Add one successful execution of `count` requests; `queue_ns` is their sum.
 
-        Each request spent the whole batch's time, as in Triton.
+        Each request spent the whole batch's time, as in Triton. In the latency histogram all of a batch are counted
+        with their mean wait: one look-up per batch, not per request.
         """
         block = self.block
         block[statistics.SUCCESS] += count
@@ -133,6 +134,8 @@ class Instance:
         block[statistics.INFERENCES] += rows or count
         block[statistics.EXECUTIONS] += 1
         block[statistics.LAST_MS] = int(time.time() * 1000)
+        took = queue_ns // count + input_ns + infer_ns + output_ns
+        block[statistics.LATENCY + statistics.bucket(took)] += count
         self.typical[rows] = follow(self.typical.get(rows, 0), infer_ns)
         at = statistics.BATCHES + 4 * (min(rows or 1, statistics.MAX_BATCH) - 1)
         block[at] += 1
@@ -143,7 +146,7 @@ class Instance:
     def count_inline(self, rows: int, infer_ns: int) -> None:
         """As `count_batch` for one request run in place, but only remembered: `flush` adds it up off the hot path."""
         self._rows.append(rows)
-        self._infer_ns += infer_ns
+        self._took.append(infer_ns)
         if len(self._rows) >= FLUSH:
             self.flush()
 
@@ -152,8 +155,8 @@ class Instance:
         done, self._rows = self._rows, []
         if not done:
             return
-        count = len(done)
-        infer_ns, self._infer_ns = self._infer_ns, 0
+        took, self._took = self._took, []
+        count, infer_ns = len(done), sum(took)
         block = self.block
         block[statistics.SUCCESS] += count
         block[statistics.INFER_NS] += infer_ns
@@ -165,6 +168,8 @@ class Instance:
             same = done.count(rows)
             block[at] += same
             block[at + 2] += infer_ns * same // count
+        for each in took:
+            block[statistics.LATENCY + statistics.bucket(each)] += 1
 
     def count_copy(self, reason: str, byte_size: int) -> None:
         """Every copied byte is counted, with its reason."""

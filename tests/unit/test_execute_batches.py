@@ -186,6 +186,22 @@ def test_only_the_bad_row_fails(load):
     assert [request.note for request in requests[::2]] == [b"", b""]
 
 
+def test_every_success_is_counted_once_by_its_duration(load):
+    loaded = load(models.gather())
+    instance = loaded.model.instances[0]
+    instance.count_batch(4, 4, 4 * 15_000, 1_000, 3_000, 500)  # each waited 15 µs and took 4.5
+    instance.count_inline(1, 9_000)
+    instance.count_inline(1, 3_000_000_000)
+    latency = [loaded.count(statistics.LATENCY + at) for at in range(statistics.LATENCIES)]
+    assert {bound: n for bound, n in zip(statistics.BOUNDS_NS, latency, strict=False) if n} == {
+        10_000: 1,
+        20_000: 4,
+        5_000_000_000: 1,
+    }
+    assert sum(latency) == loaded.count(statistics.SUCCESS)
+    assert loaded.count(statistics.INFER_NS) == 4 * 3_000 + 9_000 + 3_000_000_000
+
+
 def open_rows() -> onnx.ModelProto:
     """The first columns of x, as many as its largest value says. x: FP32 [batch, 4], y: FP32 [batch, ?]."""
     nodes = [

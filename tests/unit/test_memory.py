@@ -95,10 +95,19 @@ def test_the_words_of_an_instances_block_do_not_overlap():
         for name, value in vars(statistics).items()
         if name.isupper()
         and isinstance(value, int)
-        and value < statistics.BATCHES
+        and value < statistics.LATENCY
         # a worker's own block has a meaning of its own for these
-        and name not in ("LOST_WAKEUPS", "TAKEN", "IN_FLIGHT", "REFUSED", "RECOVERED", "COPIED")
+        and name not in ("LOST_WAKEUPS", "TAKEN", "IN_FLIGHT", "REFUSED", "RECOVERED", "COPIED", "LATENCIES")
     ]
     copied = range(statistics.COPIED, statistics.COPIED + len(statistics.REASONS))
     assert len({*single, *copied}) == len(single) + len(copied)
+    assert statistics.LATENCY + statistics.LATENCIES <= statistics.BATCHES
     assert statistics.BATCHES + 4 * MAX_BATCH <= BLOCK
+
+
+def test_a_duration_is_counted_below_the_first_bound_that_it_does_not_exceed():
+    bounds = statistics.BOUNDS_NS
+    assert (bounds[0], bounds[-1], list(bounds)) == (10_000, 10_000_000_000, sorted(bounds))
+    assert [statistics.bucket(ns) for ns in (0, 9_999, 10_000, 10_001, 20_000)] == [0, 0, 0, 1, 1]
+    assert statistics.bucket(bounds[-1]) == statistics.LATENCIES - 2
+    assert statistics.bucket(bounds[-1] + 1) == statistics.LATENCIES - 1

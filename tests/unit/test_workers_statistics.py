@@ -124,6 +124,15 @@ def test_counters_of_instances_are_added_up_in_tritons_form(blocks):
     }
 
 
+def test_distributions_are_added_up_too(blocks):
+    for block in blocks.take(("m", 3), 2):
+        page = blocks.page.block(block)
+        page[words.LATENCY + 1], page[words.LATENCY + words.LATENCIES - 1], page[words.REFUSED_EARLY] = 2, 3, 4
+    found = blocks.distribution("m", 3)
+    assert (found["latency"][1], found["latency"][-1], sum(found["latency"]), found["refused_early"]) == (4, 6, 10, 8)
+
+
 def test_a_version_without_blocks_has_zeros(blocks):
     stats = blocks.model_stats("m", 1)
     assert (stats["inference_count"], stats["batch_stats"], stats["last_inference"]) == (0, [], 0)
+    assert set(blocks.distribution("m", 1)["latency"]) == {0}
