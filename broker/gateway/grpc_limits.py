@@ -1,0 +1,85 @@
+"""What a gRPC client can take of the gateway's memory, descriptors and time, and the server options that say so.
+
+Used by `broker.gateway.grpc_server` and `grpc_stream`.
+"""
+
+from __future__ import annotations
+
+import resource
+from typing import Any, Final
+
+from broker.gateway.grpc_codec import MAX_MESSAGE
+from broker.gateway.options import GatewayOptions
+from shm.capacity import memory_limit
+from shm.errors import InferError
+
+# Of one connection; a client with more waits by itself. perf_analyzer goes to 1,000.
+MAX_STREAMS: Final = 1024
+
+# Of all connections; more are refused (RESOURCE_EXHAUSTED). Some 20 KiB each, before their messages.
+MAX_RPCS: Final = 4096
+
+# A connection that has not spoken HTTP/2 (and TLS) by then is closed: it holds a descriptor.
+HANDSHAKE_MS: Final = 5000
+
+# Names and values together, of one request; gRPC begins to refuse at the first and refuses all at the second.
+METADATA_SOFT, METADATA_HARD = 16 << 10, 32 << 10
+
+MEMORY_SHARE: Final = 4  # messages may take a quarter of the memory there is
+
+_LEVELS: Final = {"none": 0, "low": 1, "medium": 2, "high": 3}
+
+
+class Budget:
+    """Bytes of the requests that run and of the responses that are not sent, and what they may be at most.
+
+    gRPC itself receives any message of up to 2 GiB, as Triton's does; this bounds what is kept of all together.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+
+    def take(self, size: int) -> None:
+        """Raises InferError (RESOURCE_EXHAUSTED) when there is no room for a request of `size` bytes."""
+        if self.used + size > self.limit:
+            raise InferError(
+                "RESOURCE_EXHAUSTED",
+                f"no room for a request of {size} bytes: {self.used} of {self.limit} bytes are taken by requests "
+                "that run and responses that were not read. Send it again later, or use shared memory",
+            )
+        self.used += size
+
+    def add(self, size: int) -> None:
+        """For a response, which exists already."""
+        self.used += size
+
+    def give(self, size: int) -> None:
+        """What was taken or added."""
+        self.used -= size
+
+
+def message_budget() -> Budget:
+    """For one gateway, by the memory of the host or of the cgroup."""
+    return Budget(memory_limit() // MEMORY_SHARE)
+
+
+def server_options(options: GatewayOptions, budget: Budget) -> list[tuple[str, Any]]:
+    """grpc's channel arguments."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    arguments: list[tuple[str, Any]] = [
+        ("grpc.max_send_message_length", MAX_MESSAGE),
+        ("grpc.max_receive_message_length", min(MAX_MESSAGE, budget.limit)),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
+        ("grpc.max_metadata_size", METADATA_SOFT),
+        ("grpc.absolute_max_metadata_size", METADATA_HARD),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+        # Of each port; the other front ends and the regions need descriptors, too.
+        ("grpc.max_allowed_incoming_connections", max(16, descriptors // 4)),
+        ("grpc.so_reuseport", int(options.grpc_reuse_port or options.gateways > 1)),
+        *options.grpc_channel_options,
+    ]
+    if options.grpc_compression != "none":
+        # The level, not an algorithm: grpc picks one that the client accepts, as in Triton.
+        arguments.append(("grpc.default_compression_level", _LEVELS[options.grpc_compression]))
+    return arguments

@@ -1,0 +1,251 @@
+"""gRPC's front end: grpc's asyncio server with Triton's `inference.GRPCInferenceService` and `grpc.health.v1.Health`.
+
+Used by the gateway process. Messages travel as bytes between grpc and the handlers here, so that what does not parse
+ends as a status, and large tensors are not copied by protobuf. Methods are found by one generic handler: with
+registered ones grpc waits on a future per method for every request.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+from grpc import aio
+
+from broker.gateway.grpc_calls import CALLS, Call
+from broker.gateway.grpc_codec import decode_request, encode_response, parse, stream_message
+from broker.gateway.grpc_limits import MAX_RPCS, Budget, message_budget, server_options
+from broker.gateway.grpc_stream import Stream
+from broker.gateway.kserve import Caller, InferRequest, Service
+from broker.gateway.options import GatewayOptions
+from shm.errors import Code, InferError
+
+_log = logging.getLogger(__name__)
+
+Identify = Callable[[str, Mapping[str, str]], Caller]
+Unary = Callable[[bytes, Any], Coroutine[Any, Any, bytes]]
+
+STATUS: Final = {
+    "UNKNOWN": grpc.StatusCode.UNKNOWN,
+    "INTERNAL": grpc.StatusCode.INTERNAL,
+    "NOT_FOUND": grpc.StatusCode.NOT_FOUND,
+    "INVALID_ARG": grpc.StatusCode.INVALID_ARGUMENT,
+    "UNAVAILABLE": grpc.StatusCode.UNAVAILABLE,
+    "UNSUPPORTED": grpc.StatusCode.UNIMPLEMENTED,
+    "ALREADY_EXISTS": grpc.StatusCode.ALREADY_EXISTS,
+    "CANCELLED": grpc.StatusCode.CANCELLED,
+    "RESOURCE_EXHAUSTED": grpc.StatusCode.RESOURCE_EXHAUSTED,  # no code of Triton's: `grpc_limits.Budget`
+}
+MAX_DETAILS: Final = 2048  # bytes of an error's text: clients refuse trailers of more than 8 KiB, percent-encoded
+
+# Responses of fewer bytes are not followed until they are sent: MAX_RPCS bounds them.
+_FOLLOWED = 64 << 10
+_RESERVED = {"sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "headers", "binary_data_output"}
+_EXITING = "GRPC server is shutting down and has stopped accepting new requests."
+_SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"  # grpc.health.v1.HealthCheckResponse{status}
+
+
+class GrpcServer:
+    """The listener. `identify(peer, metadata)` says who asks: `peer` as grpc writes it ("ipv4:127.0.0.1:4711",
+    "unix:"), `metadata` of the request with text values, names in lower case.
+    """
+
+    def __init__(self, service: Service, options: GatewayOptions, identify: Identify) -> None:
+        self._service = service
+        self._options = options
+        self._identify = identify
+        self._forward = re.compile(options.grpc_header_forward_pattern or r"(?!)", re.IGNORECASE)
+        self.budget: Budget = message_budget()
+        self._server: aio.Server | None = None
+
+    async def start(self) -> list[str]:
+        """Listen; what to log, one line per address. Raises InferError when an address cannot be had."""
+        if not self._options.grpc_port:
+            return []
+        credentials = self._credentials()
+        server = aio.server(
+            options=server_options(self._options, self.budget),
+            maximum_concurrent_rpcs=MAX_RPCS,
+        )
+        server.add_generic_rpc_handlers((self._inference_handler(), self._health_handler()))
+        addresses = []
+        try:
+            addresses.append(self._listen_tcp(server, credentials))
+            if self._options.index == 0 and self._options.directory:
+                addresses.append(self._listen_unix(server))
+        except InferError:
+            await server.start()  # a server that was never started keeps the ports that it has
+            await server.stop(None)
+            raise
+        await server.start()
+        self._server = server
+        return [f"Started GRPCInferenceService at {address}" for address in addresses]
+
+    async def stop(self, grace_s: float) -> None:
+        """Accept nothing more; what still runs after `grace_s` seconds is cancelled."""
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.stop(grace_s)
+
+    # --- addresses ---------------------------------------------------------------------------------------------
+
+    def _credentials(self) -> Any:
+        certificate, key, root = self._options.grpc_ssl
+        if not certificate:
+            return None
+        return grpc.ssl_server_credentials(
+            [(_read(key), _read(certificate))], _read(root) if root else None, require_client_auth=bool(root)
+        )
+
+    def _listen_tcp(self, server: Any, credentials: Any) -> str:
+        host = self._options.grpc_address
+        address = f"[{host}]:{self._options.grpc_port}" if ":" in host else f"{host}:{self._options.grpc_port}"
+        try:
+            if credentials is None:
+                server.add_insecure_port(address)
+            else:
+                server.add_secure_port(address, credentials)
+        except RuntimeError:
+            raise InferError(Code.UNAVAILABLE, f"Socket '{address}' already in use ") from None
+        return address
+
+    def _listen_unix(self, server: Any) -> str:
+        """Mode 0600 from the start: gRPC has no peer credentials, so whoever connects is the broker's uid."""
+        path = Path(self._options.directory, "grpc.sock")
+        mask = os.umask(0o177)
+        try:
+            server.add_insecure_port(f"unix:{path}")
+        except RuntimeError:
+            raise InferError(
+                Code.UNAVAILABLE, f"cannot listen at 'unix:{path}': a socket's path has at most 107 bytes"
+            ) from None
+        finally:
+            os.umask(mask)
+        return f"unix:{path}"
+
+    # --- handlers ----------------------------------------------------------------------------------------------
+
+    def _inference_handler(self) -> Any:
+        handlers = {name: _unary(self._answering(call)) for name, call in CALLS.items()}
+        handlers["ModelInfer"] = _unary(self._model_infer)
+        handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self._model_stream_infer)
+        return grpc.method_handlers_generic_handler("inference.GRPCInferenceService", handlers)
+
+    def _health_handler(self) -> Any:
+        return grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": _unary(self._health_check)})
+
+    def _answering(self, call: Call) -> Unary:
+        async def answer(raw: bytes, context: Any) -> bytes:
+            try:
+                caller, _ = self._admitted(call.category, context)
+                if self._service.exiting:
+                    raise InferError(Code.UNAVAILABLE, "Server exiting")
+                response = await call.answer(self._service, parse(call.request, raw), caller)
+                encoded: bytes = response.SerializeToString()
+            except Exception as error:
+                return await _end(context, error)
+            return encoded
+
+        return answer
+
+    async def _health_check(self, raw: bytes, context: Any) -> bytes:
+        """Of whatever service the request names: there is one server."""
+        try:
+            self._admitted("health", context)
+            if self._service.exiting:
+                raise InferError(Code.UNAVAILABLE, "Server exiting")
+            return _SERVING if await self._service.ready() else _NOT_SERVING
+        except Exception as error:
+            return await _end(context, error)
+
+    async def _model_infer(self, raw: bytes, context: Any) -> bytes:
+        try:
+            caller, metadata = self._admitted("inference", context)
+            encoded = await self._infer(raw, caller, metadata)
+        except Exception as error:
+            return await _end(context, error)
+        size = len(encoded)
+        if size >= _FOLLOWED:
+            self.budget.add(size)
+            context.add_done_callback(lambda _: self.budget.give(size))
+        return encoded
+
+    async def _model_stream_infer(self, requests: Any, context: Any) -> None:
+        try:
+            _, metadata = self._admitted("inference", context)
+            peer = context.peer()
+
+            async def run(raw: bytes, understood: list[InferRequest]) -> bytes:
+                caller = self._identify(peer, metadata)
+                return stream_message(await self._infer(raw, caller, metadata, understood, final=True))
+
+            strict = metadata.get("triton_grpc_error") == "true"
+            await Stream(context, run, self.budget, strict=strict).run()
+        except Exception as error:
+            await _end(context, error)
+
+    async def _infer(
+        self,
+        raw: bytes,
+        caller: Caller,
+        metadata: Mapping[str, str],
+        understood: list[InferRequest] | None = None,
+        final: bool | None = None,
+    ) -> bytes:
+        """One request from wire to wire."""
+        if self._service.exiting:
+            raise InferError(Code.UNAVAILABLE, _EXITING)
+        self.budget.take(len(raw))
+        try:
+            request = decode_request(raw)
+            if understood is not None:
+                understood.append(request)
+            if self._options.grpc_header_forward_pattern:
+                self._forward_metadata(request, metadata)
+            return encode_response(await self._service.infer(request, caller), final)
+        finally:
+            self.budget.give(len(raw))
+
+    def _admitted(self, category: Any, context: Any) -> tuple[Caller, Mapping[str, str]]:
+        """Who asks, if the policy lets them: before anything of the request is looked at."""
+        metadata = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
+        caller = self._identify(context.peer(), metadata)
+        self._service.check(category, caller)
+        return caller, metadata
+
+    def _forward_metadata(self, request: InferRequest, metadata: Mapping[str, str]) -> None:
+        for key, value in metadata.items():
+            if self._forward.search(key):
+                if key in _RESERVED or key.startswith("triton_"):
+                    raise InferError(
+                        Code.INVALID_ARG, f"Header '{key}' is reserved for Triton usage and cannot be forwarded."
+                    )
+                request.parameters[key] = value
+
+
+async def _end(context: Any, error: Exception) -> bytes:
+    """End the RPC with the error's status. Never returns; what nobody expected is logged and says nothing."""
+    if isinstance(error, aio.BaseError):  # grpc's own: the RPC or the server has ended
+        raise error
+    if not isinstance(error, InferError):
+        _log.error("gRPC request failed", exc_info=error)
+        error = InferError(Code.INTERNAL, "internal error")
+    details = error.message.encode(errors="replace")[:MAX_DETAILS].decode(errors="ignore")
+    await context.abort(STATUS.get(error.code, grpc.StatusCode.UNKNOWN), details)
+    raise AssertionError("abort does not return")
+
+
+def _unary(handler: Unary) -> Any:
+    return grpc.unary_unary_rpc_method_handler(handler)
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InferError(Code.INVALID_ARG, f"cannot read '{path}' for gRPC's TLS: {error.strerror}") from None

@@ -1,0 +1,78 @@
+"""Parameters of gRPC's load, unload, log and trace requests: their types, checked with Triton's texts.
+
+Used by `broker.gateway.grpc_calls`. Values that HTTP has too (trace rates, log levels) are checked by the service.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from shm.errors import Code, InferError
+
+_LOG_TYPES: Final = {
+    "log_info": ("bool_param", "boolean"),
+    "log_warning": ("bool_param", "boolean"),
+    "log_error": ("bool_param", "boolean"),
+    "log_verbose_level": ("uint32_param", "int32"),
+    "log_format": ("string_param", "string"),
+}
+_LOG_FORMATS: Final = ("default", "ISO8601")
+_SINGLE: Final = ("trace_rate", "trace_count", "log_frequency")
+
+
+def load_parameters(parameters: Any) -> dict[str, str | bytes]:
+    """`config` is a string, `file:…` are bytes; nothing else is known."""
+    found: dict[str, str | bytes] = {}
+    for name, value in parameters.items():
+        if name != "config" and not name.startswith("file:"):
+            raise _invalid(f"unrecognized load parameter '{name}'.")
+        expected = "string_param" if name == "config" else "bytes_param"
+        if value.WhichOneof("parameter_choice") != expected:
+            raise _invalid(f"invalid value type for load parameter '{name}', expected {expected}.")
+        found[name] = getattr(value, expected)
+    return found
+
+
+def unload_dependents(parameters: Any) -> bool:
+    """Other parameters are ignored, as in Triton."""
+    if "unload_dependents" not in parameters:
+        return False
+    value = parameters["unload_dependents"]
+    if value.WhichOneof("parameter_choice") != "bool_param":
+        raise _invalid("invalid value type for 'unload_dependents' parameter, expected bool_param.")
+    return bool(value.bool_param)
+
+
+def log_update(settings: Any) -> dict[str, bool | int | str]:
+    """What is to be changed. Unknown names are ignored, as in Triton; nothing is changed if anything is wrong."""
+    if "log_file" in settings:
+        raise InferError(Code.UNSUPPORTED, "log file location can not be updated through network protocol")
+    update: dict[str, bool | int | str] = {}
+    for name, (choice, text) in _LOG_TYPES.items():
+        if name in settings:
+            if settings[name].WhichOneof("parameter_choice") != choice:
+                raise _invalid(f"expect {text} for '{name}'")
+            update[name] = getattr(settings[name], choice)
+    if "log_format" in update and update["log_format"] not in _LOG_FORMATS:
+        raise _invalid(f"invalid argument for log_format, got: {update['log_format']}")
+    return update
+
+
+def trace_update(settings: Any) -> dict[str, str | list[str] | None]:
+    """What is to be changed; None, which gRPC sends as no values, clears to the global value."""
+    if "trace_file" in settings:
+        raise InferError(Code.UNSUPPORTED, "trace file location can not be updated through network protocol")
+    update: dict[str, str | list[str] | None] = {}
+    if "trace_level" in settings:
+        update["trace_level"] = list(settings["trace_level"].value) or None
+    for name in _SINGLE:
+        if name in settings:
+            values = settings[name].value
+            if len(values) > 1:
+                raise _invalid(f"expect only 1 value for '{name}'")
+            update[name] = values[0] if values else None
+    return update
+
+
+def _invalid(text: str) -> InferError:
+    return InferError(Code.INVALID_ARG, text)
