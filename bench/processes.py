@@ -40,7 +40,7 @@ class Broker:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "broker", "serve"),
-                    *("--model-repository", str(repository), "--directory", str(self.directory)),
+                    *("--model-repository", str(repository), "--directory", str(self.directory), "--gateways=0"),
                 ],
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
-from broker.options import Parser, UsageError, parse_serve
+from broker.flags import UsageError
+from broker.options import Parser, parse_serve
 
 USAGE = """usage: tensorbroker COMMAND …
 

@@ -1,6 +1,7 @@
 """The log on stderr (or in a file), in Triton's format: `E0131 10:11:12.345678 4242 server.py:57] "message"`.
 
-Set up once by `broker.server`. Messages are JSON strings, so nothing a client sends can start a line of its own.
+Set up by `broker.server` and by gateway processes, and again when the settings change. Messages are JSON strings, so
+nothing a client sends can start a line of its own; only tables, which hold nothing but printable characters, are not.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import time
 from typing import final
 
-from broker.options import Options
+from broker.gateway.options import LogOptions
 
 _LETTERS = {logging.DEBUG: "I", logging.INFO: "I", logging.WARNING: "W", logging.ERROR: "E", logging.CRITICAL: "E"}
 MAX_MESSAGE = 8192  # characters
@@ -35,6 +36,8 @@ class TritonFormatter(logging.Formatter):
         else:
             start = f"{letter}{time.strftime('%m%d %H:%M:%S', moment)}.{int(record.created % 1 * 1e6):06d}"
         text = record.getMessage()
+        if getattr(record, "is_table", False):
+            return f"{start} {record.process} {record.filename}:{record.lineno}] \n{text}"
         if record.exc_info:
             text = f"{text}\n{self.formatException(record.exc_info)}"
         if len(text) > MAX_MESSAGE:
@@ -43,19 +46,23 @@ class TritonFormatter(logging.Formatter):
         return f"{start} {record.process} {record.filename}:{record.lineno}] {quoted}"
 
 
-def set_up(options: Options) -> None:
-    """Send the log of this process where the options say."""
+def table(log: logging.Logger, text: str) -> None:
+    """Log a table of `broker.tables`: a line of its own for each of its lines, as in Triton."""
+    log.info("%s", text, extra={"is_table": True}, stacklevel=2)
+
+
+def set_up(options: LogOptions) -> None:
+    """Send the log of this process where the options say, from now on. Raises OSError for a file it cannot write."""
     handler: logging.Handler = logging.FileHandler(options.log_file) if options.log_file else logging.StreamHandler()
     handler.setFormatter(TritonFormatter(options.log_format))
+    verbose = options.log_verbose_level > 0
     wanted = {
-        logging.DEBUG: options.log_verbose > 0,
+        logging.DEBUG: verbose,
         logging.INFO: options.log_info,
         logging.WARNING: options.log_warning,
         logging.ERROR: options.log_error,
         logging.CRITICAL: options.log_error,
     }
     handler.addFilter(lambda record: wanted.get(record.levelno, True))
-    logging.basicConfig(
-        level=logging.DEBUG if options.log_verbose > 0 else logging.INFO, handlers=[handler], force=True
-    )
+    logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[handler], force=True)
     logging.getLogger("asyncio").setLevel(logging.INFO)

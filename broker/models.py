@@ -20,10 +20,11 @@ from broker.loading import results
 from broker.logical_worker import Worker
 from broker.repository.config import LoadFailure, ModelConfig, TensorConfig
 from broker.repository.protocol import LoadRequest, Plan
-from broker.repository.scan import check_model_name
+from broker.repository.scan import check_model_name, scan
 from broker.tables import ascii_table
 from broker.workers import Workers
 from shm.errors import Code, InferError
+from shm.message_values import IndexEntry
 from shm.messages import ModelMetadata, TensorMetadata
 
 LOADING, READY, UNLOADING, UNAVAILABLE = "LOADING", "READY", "UNLOADING", "UNAVAILABLE"
@@ -242,6 +243,15 @@ class Models:
         assert found.worker is not None
         return found.worker
 
+    async def index(self, *, ready: bool = False) -> list[IndexEntry]:
+        """Triton's repository index: what was ever loaded by version, the rest of the repositories by name."""
+        found = await asyncio.to_thread(scan, self._request.repositories)
+        known = [IndexEntry(name=m.name, version=m.version, state=m.state, reason=m.reason) for m in self.all()]
+        if ready:
+            return [entry for entry in known if entry.state == READY]
+        rest = {*found.models, *found.failures} - {entry.name for entry in known}
+        return sorted((*known, *(IndexEntry(name=name) for name in rest)), key=lambda entry: entry.name)
+
     def all(self) -> list[ModelMetadata]:
         """Every version that is known, and a model without any (version "") with the reason."""
         rows: list[ModelMetadata] = []
@@ -263,6 +273,10 @@ class Models:
             for name, number, found in self._versions()
             if model in ("", name) and (number == wanted or (wanted is None and found.state == READY))
         ]
+
+    def backends(self) -> set[str]:
+        """Those of the models that were loaded."""
+        return {version.config.backend for _, _, version in self._versions() if version.config is not None}
 
     def table(self) -> str:
         """Triton's table of models at start."""

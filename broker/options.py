@@ -12,9 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn, final
 
+from msgspec.structs import replace
+
+from broker.flags import Given, UsageError, boolean, integer
+from broker.gateway.options import GatewayOptions, LogOptions
+from broker.gateway_flags import EFFECTIVE as GATEWAY_FLAGS
+from broker.gateway_flags import gateway_options
 from broker.triton_flags import BOOLEAN, REPEATED, SINGLE
 
-EFFECTIVE = frozenset(
+EFFECTIVE = GATEWAY_FLAGS | frozenset(
     {
         "backend-config",
         "disable-auto-complete-config",
@@ -31,13 +37,10 @@ EFFECTIVE = frozenset(
         "model-repository",
         "model-store",
         "strict-model-config",
+        "strict-readiness",
     }
 )
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-
-
-class UsageError(Exception):
-    """A command line that cannot be followed; the text is what the user is told."""
 
 
 @final
@@ -55,12 +58,9 @@ class Options:
     default_max_batch_size: int
     model_control_mode: str
     load_model: tuple[str, ...]
-    log_verbose: int
-    log_info: bool
-    log_warning: bool
-    log_error: bool
-    log_file: str
-    log_format: str
+    strict_readiness: bool
+    log: LogOptions
+    gateway: GatewayOptions
     triton: dict[str, tuple[str, ...]]
 
     @property
@@ -81,73 +81,60 @@ def region_memory_bytes(text: str, available: int) -> int:
     return int(float(match[1]) * factor)
 
 
-def boolean(text: str) -> bool:
-    """Triton's spellings of a bool."""
-    if text.lower() in ("true", "on", "1"):
-        return True
-    if text.lower() in ("false", "off", "0"):
-        return False
-    raise UsageError(f"invalid value for bool option: {text}")
-
-
 def parse_serve(arguments: Sequence[str]) -> Options:
     """The options of `serve`. Raises UsageError."""
     parsed = vars(_serve_parser().parse_args(arguments))
-    given = _Given((name, tuple(values)) for name, values in parsed.items() if values is not None)
+    given = Given((name, tuple(values)) for name, values in parsed.items() if values is not None)
     repositories = given.all("model-repository") + given.all("model-store")
     if not repositories:
         raise UsageError("--model-repository must be specified")
-    given.check()
+    _check(given)
+    log = _log_options(given)
     return Options(
         model_repository=repositories,
         directory=given.text("directory", "") or None,
         region_memory=given.text("region-memory", "50%"),
         model_load_deaths=given.integer("model-load-deaths", 5),
-        exit_timeout_secs=given.integer("exit-timeout-secs", 30),
+        exit_timeout_secs=max(0, given.integer("exit-timeout-secs", 30)),
         exit_on_error=given.flag("exit-on-error", True),
         strict_model_config=given.flag("strict-model-config", False)
         or given.flag("disable-auto-complete-config", False),
         default_max_batch_size=_default_max_batch_size(given.all("backend-config")),
         model_control_mode=given.text("model-control-mode", "none"),
         load_model=given.all("load-model"),
-        log_verbose=given.integer("log-verbose", 0),
-        log_info=given.flag("log-info", True),
-        log_warning=given.flag("log-warning", True),
-        log_error=given.flag("log-error", True),
-        log_file=given.text("log-file", ""),
-        log_format=given.text("log-format", "default"),
+        strict_readiness=given.flag("strict-readiness", True),
+        log=log,
+        gateway=replace(gateway_options(given), log=log),
         triton={name: values for name, values in given.items() if name in BOOLEAN | REPEATED | SINGLE},
     )
 
 
-class _Given(dict[str, tuple[str, ...]]):
-    """What the command line says, by flag; of a repeated flag the last one counts, except where all do."""
+def _check(given: Given) -> None:
+    """What tritonserver refuses, it refuses here too, whether or not the flag has an effect."""
+    for name in BOOLEAN:
+        given.flag(name, True)
+    mode = given.text("model-control-mode", "none")
+    if "load-model" in given and mode != "explicit":
+        raise UsageError("Error: Use of '--load-model' requires setting '--model-control-mode=explicit' as well.")
+    if mode not in ("none", "poll", "explicit"):
+        raise UsageError(f"invalid argument for --model-control-mode: {mode}")
+    if given.text("log-format", "default") not in ("default", "ISO8601"):
+        raise UsageError(f"invalid argument for --log-format, got: {given.text('log-format', '')}")
+    region_memory_bytes(given.text("region-memory", "50%"), 0)
 
-    def all(self, name: str) -> tuple[str, ...]:
-        return self.get(name, ())
 
-    def text(self, name: str, default: str) -> str:
-        return self[name][-1] if name in self else default
-
-    def flag(self, name: str, default: bool) -> bool:
-        return boolean(self[name][-1]) if name in self else default
-
-    def integer(self, name: str, default: int) -> int:
-        return _integer(name, self[name][-1]) if name in self else default
-
-    def check(self) -> None:
-        """What tritonserver refuses, it refuses here too, whether or not the flag has an effect."""
-        for name in BOOLEAN:
-            self.flag(name, True)
-        if "load-model" in self and self.text("model-control-mode", "none") != "explicit":
-            raise UsageError("Error: Use of '--load-model' requires setting '--model-control-mode=explicit' as well.")
-        if (mode := self.text("model-control-mode", "none")) not in ("none", "poll", "explicit"):
-            raise UsageError(f"invalid argument for --model-control-mode: {mode}")
-        if self.integer("http-max-input-size", 1) <= 0:
-            raise UsageError("Error: --http-max-input-size must be greater than 0.")
-        if self.text("log-format", "default") not in ("default", "ISO8601"):
-            raise UsageError(f"invalid argument for --log-format, got: {self.text('log-format', '')}")
-        region_memory_bytes(self.text("region-memory", "50%"), 0)
+def _log_options(given: Given) -> LogOptions:
+    verbose = given.text("log-verbose", "0")
+    if verbose.lower() in ("true", "false"):
+        verbose = str(int(boolean(verbose)))
+    return LogOptions(
+        log_file=given.text("log-file", ""),
+        log_info=given.flag("log-info", True),
+        log_warning=given.flag("log-warning", True),
+        log_error=given.flag("log-error", True),
+        log_verbose_level=integer("log-verbose", verbose),
+        log_format=given.text("log-format", "default"),
+    )
 
 
 class Parser(argparse.ArgumentParser):
@@ -174,18 +161,15 @@ def _serve_parser() -> Parser:
     add("--region-memory", metavar="SIZE", action="append", dest="region-memory", help=text)
     text = "deaths of a worker in a row while it loads a model, after which it comes back without it (default 5)"
     add("--model-load-deaths", metavar="N", action="append", dest="model-load-deaths", help=text)
+    text = "gateway processes for HTTP, gRPC, ZeroMQ and metrics (default 1; 0: none, local clients only)"
+    add("--gateways", metavar="N", action="append", help=text)
+    text = "ZeroMQ on zmq.sock in the run directory (default true)"
+    add("--allow-zmq", metavar="BOOL", action="append", dest="allow-zmq", nargs="?", const="true", help=text)
     for name in sorted(SINGLE | REPEATED | BOOLEAN):
         if name not in ("model-repository", "model-store"):
             optional = {"nargs": "?", "const": "true"} if name in BOOLEAN else {}
             add(f"--{name}", action="append", dest=name, help=argparse.SUPPRESS, **optional)  # type: ignore[arg-type]
     return parser
-
-
-def _integer(name: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise UsageError(f"invalid value for --{name}: {text} (expected an integer)") from None
 
 
 def _default_max_batch_size(settings: Sequence[str]) -> int:
@@ -194,5 +178,5 @@ def _default_max_batch_size(settings: Sequence[str]) -> int:
         backend, _, assignment = setting.rpartition(",")
         name, _, value = assignment.partition("=")
         if name == "default-max-batch-size" and backend in ("", "onnxruntime"):
-            size = _integer(name, value)
+            size = integer(name, value)
     return size

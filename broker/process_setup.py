@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import final
 
-from broker.zygote import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, prctl
+from shm.prctl import PR_SET_CHILD_SUBREAPER, prctl, undumpable
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +29,7 @@ def prepare() -> None:
     with contextlib.suppress(OSError):
         os.close(os.dup2(0, min(FD_TABLE, hard - 1), inheritable=False))
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    if os.environ.get("TENSORBROKER_DEBUG") != "1":
-        prctl(PR_SET_DUMPABLE, 0)
+    undumpable()
 
 
 def complain_about_runtimes() -> None:

@@ -1,7 +1,8 @@
 """The composition root: makes every part of the broker, starts them in order, and takes them down again.
 
-process set-up → run directory → parts → listen (sessions are told "starting") → start-up load → ready
-SIGTERM → no new connections, no new requests → workers drain → sessions end → exit 0
+process set-up → run directory → parts → listen (sessions are told "starting"), gateways import → start-up load →
+    sessions are welcome → gateways listen → ready
+SIGTERM → no new connections, no new requests → gateways and workers drain → sessions end → exit 0
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ import secrets
 import signal
 import sys
 import time
+from collections.abc import Coroutine
 from importlib.metadata import version as distribution_version
 from typing import final
+
+from msgspec.structs import replace
 
 from broker import logs, process_setup
 from broker.channels import Channels
 from broker.control import Control
+from broker.gateways import CannotServe, Gateways, check_ports
 from broker.listener import Sessions
 from broker.models import UNAVAILABLE, Models
 from broker.options import Options, region_memory_bytes
@@ -29,6 +34,7 @@ from broker.registry import Registry
 from broker.repository.protocol import LoadRequest
 from broker.repository.scan import misplaced, unreadable
 from broker.run_directory import RunDirectory, RunDirectoryError
+from broker.startup_tables import backend_table, option_table
 from broker.statistics_blocks import StatisticsBlocks
 from broker.status import StatusDocument
 from broker.supervision import TRUNCATED_REGIONS, Truncations
@@ -41,6 +47,8 @@ from shm.statistics import StatisticsPage
 log = logging.getLogger(__name__)
 
 ORPHANS_S = 30.0
+HEAD_START_S = 1.0  # of gateways before workers take no new requests; they are faster when they have nothing to do
+WRITE_S = 2.0  # for gateways to pass on the last answers
 GIVE_BACK_S = 2.0  # for sessions to give back what they hold, once no worker is left
 
 
@@ -98,6 +106,9 @@ class Server:
         self._sessions = status.sessions = Sessions(self._control)
         self._workers.plans = plans
         self._workers.on_channel_broken = self._channel_broken
+        self._gateways = Gateways(replace(options.gateway, directory=run.path, broker_uid=os.getuid()), self._sessions)
+        self._control.on_serving = self._gateways.on_serving
+        self._version = version
         self._truncations = Truncations()
         self._workers.on_region_shrunk = self._region_shrunk
 
@@ -108,12 +119,12 @@ class Server:
             loop.add_signal_handler(number, self._signalled, number)
         self._sessions.listen(self._run.listen())
         orphans = asyncio.create_task(_reap_orphans(), name="orphans")
+        problem = ""
         try:
-            problem = await self._start()
+            problem = await self._until_stopped(self._start())
             if problem:
                 log.error("%s", problem)
             elif not self._stop.is_set():
-                self._control.started()
                 log.info("Started session service at %s", self._run.socket_path)
                 print(f"tensorbroker is ready: {self._run.socket_path}", flush=True)
                 await self._stop.wait()
@@ -122,8 +133,38 @@ class Server:
             in_time = await self._shut_down()
         return 1 if problem or not in_time else 0
 
+    async def _until_stopped(self, start: Coroutine[None, None, str]) -> str:
+        """What `start` returns, "" when the broker is told to stop before."""
+        starting = asyncio.create_task(start, name="start")
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait((starting, stop), return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if starting.done():
+            return starting.result()
+        starting.cancel()
+        await asyncio.wait((starting,))
+        return ""
+
     async def _start(self) -> str:
-        """Load the models, or be told to stop meanwhile. Returns why the server cannot be, "" if it can."""
+        """Load the models, open the front ends. Returns why the server cannot be, "" if it can."""
+        try:
+            check_ports(self._options.gateway)
+        except CannotServe as error:
+            return str(error)
+        self._gateways.start()
+        if problem := await self._load():
+            return problem
+        self._control.started()
+        self._gateways.welcome()
+        try:
+            for line in await self._gateways.serving():
+                log.info("%s", line)
+        except CannotServe as error:
+            return str(error)
+        return ""
+
+    async def _load(self) -> str:
+        """The start-up load. Returns why the server cannot be, "" if it can."""
         for repository in self._options.model_repository:
             if hint := misplaced(repository):
                 log.warning("%s", hint)
@@ -132,20 +173,13 @@ class Server:
                 return f"error: creating server: Internal - {'; '.join(errors)}"
             for error in errors:
                 log.error("%s", error)
-        load = asyncio.create_task(self._models.start(self._control.report), name="start-up load")
-        stop = asyncio.create_task(self._stop.wait())
-        await asyncio.wait((load, stop), return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
-        if not load.done():
-            load.cancel()
-            await asyncio.wait((load,))
-            return ""
         try:
-            await load
+            await self._models.start(self._control.report)
         except InferError as error:
             return f"error: creating server: Internal - {error.message}"
-        if self._options.log_info:
-            print(self._models.table(), file=sys.stderr, flush=True)
+        logs.table(log, backend_table(self._models.backends(), self._options))
+        logs.table(log, self._models.table())
+        logs.table(log, option_table(self._options, self._version))
         if self._options.exit_on_error and any(model.state == UNAVAILABLE for model in self._models.all()):
             return (
                 "error: creating server: Internal - failed to load all models (--exit-on-error=false serves those that "
@@ -156,10 +190,18 @@ class Server:
     async def _shut_down(self) -> bool:
         """Finish what was accepted, then end everything. False when that took longer than it may."""
         began, limit = time.monotonic(), float(self._options.exit_timeout_secs)
+        log.info("Waiting for in-flight requests to complete.")
+        count_down = asyncio.create_task(self._count_down(), name="count-down")
         self._sessions.stop_listening()
+        self._gateways.exiting()
+        # What gateways have accepted may still have to be prepared, and must reach the workers before these drain.
+        await self._gateways.ended(min(limit, HEAD_START_S))
         self._control.exiting = True
-        await self._workers.stop(limit)
+        await self._workers.stop(max(0.0, limit - (time.monotonic() - began)))
+        await self._gateways.ended(min(limit - (time.monotonic() - began), WRITE_S))
         in_time = time.monotonic() - began < limit
+        await self._gateways.end()
+        count_down.cancel()
         if not in_time:
             log.error("failed to stop server: Internal - Exit timeout expired. Exiting immediately.")
         try:
@@ -168,6 +210,16 @@ class Server:
             log.warning("some sessions did not give everything back in %.0f s", GIVE_BACK_S)
         self._registry.close()
         return in_time
+
+    async def _count_down(self) -> None:
+        """Say once a second what is waited for."""
+        for left in range(self._options.exit_timeout_secs, -1, -1):
+            rows = self._models.statistics()
+            pending = [(row["name"], row["version"], row["pending"]) for row in rows if row["pending"]]
+            log.info("Timeout %d: Found %d model versions that have in-flight inferences", left, len(pending))
+            for name, version, count in pending:
+                log.info("Model '%s' (version %s) has %d in-flight inferences", name, version, count)
+            await asyncio.sleep(1.0)
 
     def _signalled(self, number: int) -> None:
         log.info("Signal (%d) received.", number)
@@ -205,7 +257,11 @@ async def _reap_orphans() -> None:
 
 def serve(options: Options) -> int:
     """The life of a broker process. Returns its exit status."""
-    logs.set_up(options)
+    try:
+        logs.set_up(options.log)
+    except OSError as error:
+        print(f"cannot write --log-file {options.log.log_file}: {error.strerror}", file=sys.stderr)
+        return 1
     process_setup.prepare()
     process_setup.complain_about_runtimes()
     if options.without_effect:

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 
-def _names(text: str) -> frozenset[str]:
+def names(text: str) -> frozenset[str]:
+    """Flags written as one text."""
     return frozenset(text.split())
 
 
-BOOLEAN = _names(
+BOOLEAN = names(
     """
     log-info log-warning log-error exit-on-error disable-auto-complete-config strict-model-config strict-readiness
     model-namespacing enable-peer-access allow-client-shm
@@ -20,14 +21,14 @@ BOOLEAN = _names(
     allow-sagemaker sagemaker-safe-port-range allow-vertex-ai
     """
 )
-REPEATED = _names(
+REPEATED = names(
     """
     model-repository model-store load-model backend-config cache-config metrics-config trace-config
     http-restricted-api grpc-restricted-protocol rate-limit-resource host-policy cuda-memory-pool-byte-size
     cuda-virtual-address-size model-load-gpu-limit trace-level
     """
 )
-SINGLE = _names(
+SINGLE = names(
     """
     id log-verbose log-file log-format
     model-control-mode repository-poll-secs model-config-name model-load-thread-count model-load-retry-count

@@ -11,7 +11,6 @@ Zygote → broker:  Preloaded · Unfit (then it exits) · Forked + pidfd · Fork
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -24,12 +23,8 @@ from typing import NoReturn, final
 
 import msgspec
 
+from shm.prctl import PR_SET_CHILD_SUBREAPER, PR_SET_NAME, PR_SET_PDEATHSIG, prctl, undumpable
 from shm.sockets import close_all, receive, send
-
-PR_SET_PDEATHSIG = 1
-PR_SET_DUMPABLE = 4
-PR_SET_NAME = 15
-PR_SET_CHILD_SUBREAPER = 36
 
 
 class ZygoteMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -94,13 +89,6 @@ def encode(message: ZygoteMessage) -> bytes:
 def decode_from_zygote(data: bytes) -> FromZygote:
     """Raises msgspec.DecodeError."""
     return _from_zygote.decode(data)
-
-
-def prctl(option: int, value: int | bytes) -> None:
-    """Raises OSError."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, ctypes.c_char_p(value) if isinstance(value, bytes) else ctypes.c_ulong(value), 0, 0, 0):
-        raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 
 def threads() -> int:
@@ -257,8 +245,7 @@ def main(link: socket.socket) -> None:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a broker that died before this line shows as end of file
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     prctl(PR_SET_NAME, b"tb-zygote")
-    if os.environ.get("TENSORBROKER_DEBUG") != "1":
-        prctl(PR_SET_DUMPABLE, 0)  # inherited by workers: nobody of the same uid may open their memory or descriptors
+    undumpable()  # inherited by workers
     link.setblocking(True)
     _Zygote(link).serve()
 

@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "broker": ("shm", "broker"),
     "broker.repository": ("shm", "broker.repository"),
     "broker.worker": ("shm", "broker.repository.config", "broker.worker"),
-    "broker.gateway": ("shm", "clientlib", "broker.gateway"),
+    "broker.gateway": ("shm", "clientlib", "broker.gateway", "broker.logs"),
 }
 # Only the named modules may import these first-party packages.
 GUARDED = {

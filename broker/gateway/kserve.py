@@ -11,22 +11,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, final
 
+from broker.gateway.options import Category as Category
 from shm.message_values import IndexEntry, ModelMetadata, Principal, RegionRecord
 
 Buffer = bytes | bytearray | memoryview
 Parameter = bool | int | float | str
 Transport = Literal["http", "grpc", "zmq"]
-Category = Literal[
-    "health",
-    "metadata",
-    "inference",
-    "shared-memory",
-    "model-config",
-    "model-repository",
-    "statistics",
-    "trace",
-    "logging",
-]
 
 
 Identity = tuple[Principal | None, str]  # who asks; None: may not use shared memory, for the reason beside it

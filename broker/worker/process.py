@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import socket
@@ -11,17 +10,15 @@ from typing import NoReturn
 from broker.worker.control import Control
 from broker.worker.link import Link
 from broker.worker.messages import Start
+from shm.prctl import undumpable
 from shm.statistics import StatisticsPage
 
-PR_SET_DUMPABLE = 4
 START_S = 30.0
 
 
 def main(sock: socket.socket) -> NoReturn:
     """Serve the broker at the other end of `sock`. Never returns."""
-    if os.environ.get("TENSORBROKER_DEBUG") != "1":
-        # Other processes of this uid must not reach clients' memory through /proc/PID/fd or ptrace.
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    undumpable()  # other processes of this uid must not reach clients' memory through /proc/PID/fd or ptrace
     link = Link(sock)
     select.select([link], [], [], START_S)
     received = link.receive()

@@ -38,7 +38,7 @@ class Broker:
         program = Path(sys.executable).with_name("tensorbroker")
         if not program.exists():
             raise DemoError(f"there is no {program}: install the project into this environment (`make demo` does)")
-        flags = ["serve", "--model-repository", str(repository), "--directory", str(directory)]
+        flags = ["serve", "--model-repository", str(repository), "--directory", str(directory), "--gateways=0"]
         self.command = " ".join([program.name, *flags])
         with log.open("wb") as output:
             self._process = subprocess.Popen(

@@ -22,8 +22,8 @@ from typing import Any
 
 import msgpack
 
-from broker.zygote import PR_SET_PDEATHSIG, prctl
 from shm.client_channel import ClientChannel
+from shm.prctl import PR_SET_PDEATHSIG, prctl
 from tests.fakes.processes import children
 
 LIMIT_S = 30.0
@@ -46,12 +46,16 @@ def command(*arguments: str, timeout: float = LIMIT_S) -> subprocess.CompletedPr
 
 
 class Broker:
-    """`tensorbroker serve` on `repository`. A context manager: at its end nothing of it is left."""
+    """`tensorbroker serve` on `repository`. A context manager: at its end nothing of it is left.
+
+    Without a gateway, whose ports would be in the way of other brokers, unless `flags` ask for one.
+    """
 
     def __init__(self, repository: Path, directory: Path, *flags: str, before: Callable[[], None] | None = None):
         self.directory = directory
         self.path = str(directory / "broker.sock")
-        arguments = ["serve", "--model-repository", str(repository), "--directory", str(directory), *flags]
+        gateways = () if any(flag.startswith("--gateways") for flag in flags) else ("--gateways=0",)
+        arguments = ["serve", "--model-repository", str(repository), "--directory", str(directory), *gateways, *flags]
 
         def in_child() -> None:
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

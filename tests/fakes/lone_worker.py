@@ -21,10 +21,10 @@ import numpy as np
 
 from broker.repository.config import DynamicBatching, InstanceGroup, ModelConfig, TensorConfig
 from broker.worker import messages
-from broker.zygote import PR_SET_PDEATHSIG, prctl
 from shm import sockets, statistics
 from shm.client_channel import ClientChannel
 from shm.errors import Code, InferError
+from shm.prctl import PR_SET_PDEATHSIG, prctl
 from shm.statistics import StatisticsPage
 from tests.fakes.broker import eventually
 from tests.fakes.channel import Pending, Twin

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
-from broker.zygote import PR_SET_CHILD_SUBREAPER, prctl
+from shm.prctl import PR_SET_CHILD_SUBREAPER, prctl
 
 
 def children(pid: int | str = "self") -> list[int]:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 import clientlib
-from broker.zygote import PR_SET_PDEATHSIG, prctl
+from shm.prctl import PR_SET_PDEATHSIG, prctl
 
 _line: Connection | None = None
 

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from broker.zygote import PR_SET_CHILD_SUBREAPER, prctl
+from shm.prctl import PR_SET_CHILD_SUBREAPER, prctl
 from tests.fakes.broker import Broker, HandClient
 from tests.fakes.processes import children
 from tests.faults import canary, measure, repository

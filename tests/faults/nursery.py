@@ -21,7 +21,7 @@ from pathlib import Path
 from socket import AF_UNIX, SOCK_SEQPACKET, SOCK_STREAM, send_fds, socketpair
 from typing import Any
 
-from broker.zygote import PR_SET_PDEATHSIG, prctl
+from shm.prctl import PR_SET_PDEATHSIG, prctl
 
 LIMIT_S = 30.0
 

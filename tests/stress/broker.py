@@ -14,7 +14,7 @@ from typing import Any, final
 
 import clientlib
 from broker.commands import NoAnswer, ask_status
-from broker.zygote import PR_SET_PDEATHSIG, prctl
+from shm.prctl import PR_SET_PDEATHSIG, prctl
 
 
 def die_with_parent() -> None:
@@ -57,7 +57,8 @@ class Broker:
     def __init__(self, models: Path, run: Path, *flags: str) -> None:
         self.directory = str(run)
         self.log = run.with_name(run.name + ".log")
-        repository = ("--model-repository", str(models), "--directory", str(run))
+        gateways = () if any(flag.startswith("--gateways") for flag in flags) else ("--gateways=0",)
+        repository = ("--model-repository", str(models), "--directory", str(run), *gateways)
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "broker", "serve", *repository, *flags],

@@ -7,8 +7,9 @@ import re
 import pytest
 
 from broker import process_setup
+from broker.flags import UsageError, boolean
 from broker.logs import MAX_MESSAGE, TritonFormatter
-from broker.options import UsageError, boolean, parse_serve, region_memory_bytes
+from broker.options import parse_serve, region_memory_bytes
 from broker.tables import ascii_table
 from broker.triton_flags import BOOLEAN, REPEATED, SINGLE
 
@@ -34,9 +35,19 @@ def test_a_repository_is_required():
         parse_serve(["--log-verbose=1"])
 
 
+VALUES = {
+    "log-format": "ISO8601",
+    "model-control-mode": "none",
+    "http-restricted-api": "health:admin=1",
+    "grpc-restricted-protocol": "health:admin=1",
+    "grpc-infer-response-compression-level": "low",
+    "metrics-config": "summary_latencies=true",
+}
+
+
 @pytest.mark.parametrize("flag", sorted(SINGLE | REPEATED - {"model-repository", "model-store", "load-model"}))
 def test_every_triton_flag_with_a_value_is_accepted(flag):
-    value = {"log-format": "ISO8601", "model-control-mode": "none"}.get(flag, "1")
+    value = VALUES.get(flag, "1")
     for arguments in ([f"--{flag}={value}"], [f"--{flag}", value]):
         options = parse_serve([REPOSITORY, *arguments])
         assert options.triton[flag] == (value,)
@@ -44,16 +55,19 @@ def test_every_triton_flag_with_a_value_is_accepted(flag):
 
 @pytest.mark.parametrize("flag", sorted(BOOLEAN))
 def test_every_triton_bool_is_accepted_in_every_spelling(flag):
+    with_it = [REPOSITORY, "--grpc-server-cert=c", "--grpc-server-key=k", "--grpc-root-cert=r"]
     for value in ("true", "False", "on", "OFF", "1", "0"):
-        assert parse_serve([REPOSITORY, f"--{flag}={value}"]).triton[flag] == (value,)
-    assert parse_serve([REPOSITORY, f"--{flag}"]).triton[flag] == ("true",)
+        assert parse_serve([*with_it, f"--{flag}={value}"]).triton[flag] == (value,)
+    assert parse_serve([*with_it, f"--{flag}"]).triton[flag] == ("true",)
     with pytest.raises(UsageError, match="invalid value for bool option: perhaps"):
         parse_serve([REPOSITORY, f"--{flag}=perhaps"])
 
 
 def test_flags_without_effect_are_named_once_each():
-    options = parse_serve([REPOSITORY, "--http-port=1", "--http-port=2", "--exit-on-error=false", "--allow-grpc=0"])
-    assert options.without_effect == ["--allow-grpc", "--http-port"]
+    options = parse_serve(
+        [REPOSITORY, "--host-policy=1", "--host-policy=2", "--exit-on-error=false", "--rate-limit=off"]
+    )
+    assert options.without_effect == ["--host-policy", "--rate-limit"]
     assert not options.exit_on_error
     polling = parse_serve([REPOSITORY, "--model-control-mode=poll"])
     assert polling.without_effect == ["--model-control-mode=poll"]
@@ -67,6 +81,7 @@ def test_flags_without_effect_are_named_once_each():
         (["stray"], "Unexpected argument: stray"),
         (["--load-model=m"], "Error: Use of '--load-model' requires setting '--model-control-mode=explicit' as well."),
         (["--http-max-input-size=0"], "Error: --http-max-input-size must be greater than 0."),
+        (["--exit-timeout-secs=99999999999"], "invalid value for --exit-timeout-secs: 99999999999"),
         (["--exit-timeout-secs=soon"], "invalid value for --exit-timeout-secs: soon"),
         (["--log-format=xml"], "invalid argument for --log-format, got: xml"),
         (["--model-control-mode=magic"], "invalid argument for --model-control-mode: magic"),
@@ -94,6 +109,11 @@ def test_settings_that_reach_the_loader():
     )
     assert options.strict_model_config
     assert options.default_max_batch_size == 16
+
+
+@pytest.mark.parametrize(("given", "level"), [("3", 3), ("true", 1), ("False", 0)])
+def test_log_verbose_is_a_number_or_a_bool(given, level):
+    assert parse_serve([REPOSITORY, f"--log-verbose={given}"]).log.log_verbose_level == level
 
 
 def test_explicit_control():
@@ -150,6 +170,14 @@ def test_a_message_cannot_start_a_line_of_its_own():
     assert "\x1b" not in forged
     assert json.loads(forged.partition("] ")[2]) == "model 'm\r\nE1129 forged \x1b[31m'"
     assert len(line("default", 40, "x" * 100_000)) < MAX_MESSAGE + 200
+
+
+def test_a_table_keeps_its_lines():
+    record = logging.LogRecord("broker", logging.INFO, "/x/server.py", 57, "%s", ("+--+\n|ab|",), None)
+    record.is_table = True
+    assert re.fullmatch(
+        r"I\d{4} [\d:.]+ \d+ server\.py:57\] \n\+--\+\n\|ab\|", TritonFormatter("default").format(record)
+    )
 
 
 def test_ascii_table():

@@ -1,0 +1,339 @@
+"""Gateway processes: started, watched, replaced; and what they say of their start.
+
+Made by `broker.server`. A gateway is `python -m broker.gateway FD`, a child whose session runs over a socket pair, so
+that only what the broker itself has started can act for principals. A gateway's death costs the requests in it and
+nothing else. At start-up the first gateway decides: what it cannot do (a port that is in use) ends the broker; later
+nothing that happens to a gateway does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Protocol, final
+
+import msgspec
+
+from broker.gateway.options import GatewayOptions
+from broker.gateway_flags import listeners
+from broker.records import Peer
+from broker.supervision import BackOff
+from broker.worker_process import describe_exit
+from shm.gateway_messages import Exiting, Serving
+from shm.messages import Message
+from shm.sockets import close_all
+
+ENTRY = "broker.gateway"
+START_S = 60.0  # from Welcome to Serving; imports on a cold disk are slow
+TRIES = 3  # starts of the first gateway before the broker gives up
+LINGER_S = 2.0  # between hanging up and SIGKILL
+
+_log = logging.getLogger(__name__)
+
+
+class Session(Protocol):
+    """What is used of a gateway's session."""
+
+    peer: Peer
+
+    def send(self, message: Message) -> None:
+        """Without waiting."""
+
+    def hang_up(self, reason: str) -> None:
+        """Say Goodbye and end."""
+
+
+class Sessions(Protocol):
+    """Who makes the session of a child."""
+
+    def adopt(self, connection: socket.socket, pid: int, pidfd: int, role: str) -> Session:
+        """A session over the broker's end of a socket pair. Takes over `connection` and `pidfd`."""
+
+
+class CannotServe(Exception):
+    """The first gateway cannot do what it is there for; the text is for the log."""
+
+
+def check_ports(options: GatewayOptions) -> None:
+    """Are the ports free? Raises CannotServe.
+
+    Asked without SO_REUSEPORT, with which a second broker's gateways would silently get a share of the first one's
+    connections.
+    """
+    for service, address, port, shared in listeners(options):
+        if shared and options.gateways == 1:  # --reuse-…-port
+            continue
+        try:
+            family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(where)
+        except OSError as error:
+            reason = (
+                f"Socket '{address}:{port}' already in use "
+                if error.errno == errno.EADDRINUSE
+                else f"cannot listen on {address}:{port}: {error.strerror}"
+            )
+            raise CannotServe(f"failed to start {service} service: Unavailable - {reason}") from None
+
+
+@final
+class Gateways:
+    """As many as `options.gateways`. `options`: what all of them are told."""
+
+    def __init__(self, options: GatewayOptions, sessions: Sessions, *, entry: str = ENTRY) -> None:
+        self._gateways = [
+            _Gateway(msgspec.structs.replace(options, index=index), sessions, entry)
+            for index in range(options.gateways)
+        ]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Start all. They import what they need meanwhile, and listen when their sessions are welcome."""
+        self._tasks = [
+            asyncio.create_task(gateway.keep(), name=f"gateway {gateway.options.index}") for gateway in self._gateways
+        ]
+
+    async def serving(self) -> tuple[str, ...]:
+        """What the first gateway says when it listens: lines for the log. Raises CannotServe."""
+        if not self._gateways:
+            return ()
+        return await self._gateways[0].first
+
+    def welcome(self) -> None:
+        """The start-up load has ended: from now on they have `START_S` to listen."""
+        for gateway in self._gateways:
+            gateway.welcome()
+
+    def on_serving(self, peer: Peer, message: Serving) -> None:
+        """A gateway listens, or says why it cannot."""
+        for gateway in self._gateways:
+            if gateway.pid == peer.pid:
+                gateway.told(message)
+
+    def rows(self) -> list[dict[str, object]]:
+        """For the status document."""
+        return [gateway.row() for gateway in self._gateways]
+
+    def exiting(self) -> None:
+        """No new requests from now on; what runs ends. Each gateway ends when it has nothing left to do."""
+        for gateway in self._gateways:
+            gateway.exiting()
+
+    async def ended(self, timeout: float) -> bool:  # noqa: ASYNC109  one deadline for all
+        """Wait until all have ended, for at most `timeout` seconds. Did they?"""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=max(0.0, timeout))
+        return all(task.done() for task in self._tasks)
+
+    async def end(self) -> None:
+        """Hang up; kill what does not end at once."""
+        for gateway in self._gateways:
+            gateway.hang_up()
+        if not await self.ended(LINGER_S):
+            for gateway in self._gateways:
+                gateway.kill("did not end with its session")
+            await self.ended(LINGER_S)
+
+
+@final
+class _Gateway:
+    """One gateway, whatever happens to its processes."""
+
+    __slots__ = (
+        "_entry",
+        "_exiting",
+        "_kill_reason",
+        "_patience",
+        "_process",
+        "_served",
+        "_session",
+        "_sessions",
+        "_starts",
+        "_welcome",
+        "first",
+        "options",
+        "restarts",
+    )
+
+    def __init__(self, options: GatewayOptions, sessions: Sessions, entry: str) -> None:
+        self.options = options
+        self.restarts = 0
+        self.first: asyncio.Future[tuple[str, ...]] = asyncio.get_running_loop().create_future()
+        self.first.add_done_callback(lambda future: future.cancelled() or future.exception())  # may not be awaited
+        self._sessions = sessions
+        self._entry = entry
+        self._process: subprocess.Popen[bytes] | None = None
+        self._session: Session | None = None
+        self._patience: asyncio.TimerHandle | None = None
+        self._served = self._welcome = False
+        self._exiting = asyncio.Event()
+        self._kill_reason = ""
+        self._starts = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs."""
+        return self._process.pid if self._process is not None else None
+
+    def row(self) -> dict[str, object]:
+        """For the status document."""
+        state = "serving" if self._served else "starting" if self._process is not None else "waiting"
+        return {"index": self.options.index, "pid": self.pid, "state": state, "restarts": self.restarts}
+
+    # --- life ------------------------------------------------------------------------------------------------------
+
+    async def keep(self) -> None:
+        """Start it, and again after every death, until the broker exits."""
+        back_off = BackOff()
+        while not self._exiting.is_set():
+            self._served = False
+            began = time.monotonic()
+            ended = await self._run()
+            if self._exiting.is_set():
+                break
+            delay = back_off.after_death(self._served)
+            if not self._served and self._starts >= TRIES:
+                self._fail(f"the gateway ended {TRIES} times before it served, at last with {ended}")
+            reason = f": {self._kill_reason}" if self._kill_reason else ""
+            _log.error(
+                "gateway %d ended after %.1f s (%s%s); the next one starts in %.1f s",
+                self.options.index,
+                time.monotonic() - began,
+                ended,
+                reason,
+                delay,
+            )
+            self.restarts += 1
+            if delay:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._exiting.wait(), delay)
+        self._fail("the broker exits")
+
+    async def _run(self) -> str:
+        """One process from its start to its end. Returns how it ended."""
+        self._kill_reason = ""
+        self._starts += 1
+        try:
+            process, pidfd = self._spawn()
+        except OSError as error:
+            return f"it cannot be started: {error.strerror}"
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(pidfd, ended.set)
+        self._process = process
+        if self._welcome:
+            self._be_patient()
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+            if not ended.is_set():
+                process.kill()
+            process.wait()  # it has ended: this does not block
+            self._process = self._session = None
+            self._stop_patience()
+        return describe_exit(process.returncode).text
+
+    def _spawn(self) -> tuple[subprocess.Popen[bytes], int]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        options = _in_memory(msgspec.json.encode(self.options))
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", self._entry, str(theirs.fileno())],
+                stdin=options,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C reaches the broker alone
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(options)
+        pidfds = []
+        try:
+            pidfds += [os.pidfd_open(process.pid), os.pidfd_open(process.pid)]
+            self._session = self._sessions.adopt(ours, process.pid, pidfds.pop(), "gateway")
+        except BaseException:
+            close_all(pidfds)
+            ours.close()
+            process.kill()
+            process.wait()
+            raise
+        return process, pidfds[0]
+
+    # --- what it says, and what it is told --------------------------------------------------------------------------
+
+    def welcome(self) -> None:
+        """The start-up load has ended."""
+        self._welcome = True
+        if self._process is not None:
+            self._be_patient()
+
+    def told(self, message: Serving) -> None:
+        """It listens, or says why it cannot."""
+        self._stop_patience()
+        if message.error:
+            _log.error("gateway %d: %s", self.options.index, message.error)
+            self._fail(message.error)
+            return
+        self._served = True
+        if self.first.done():
+            _log.info("gateway %d serves again", self.options.index)
+        else:
+            self.first.set_result(message.lines)
+
+    def exiting(self) -> None:
+        """It is not replaced any more."""
+        self._exiting.set()
+        if self._session is not None:
+            self._session.send(Exiting())
+
+    def hang_up(self) -> None:
+        """End the session, and with it the process."""
+        if self._session is not None and self._process is not None:
+            self._session.hang_up("the broker is shutting down")
+
+    def kill(self, reason: str) -> None:
+        """SIGKILL; a process that was not reaped yet keeps its pid."""
+        if self._process is not None:
+            self._kill_reason = reason
+            self._process.send_signal(signal.SIGKILL)
+
+    def _fail(self, reason: str) -> None:
+        if not self.first.done():
+            self.first.set_exception(CannotServe(reason))
+
+    def _be_patient(self) -> None:
+        self._stop_patience()
+        late = f"did not serve within {START_S:.0f} s"
+        self._patience = asyncio.get_running_loop().call_later(START_S, self.kill, late)
+
+    def _stop_patience(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+
+def _in_memory(data: bytes) -> int:
+    """A file with `data`, to be read from its beginning: nobody waits for its reader, as a pipe's writer might."""
+    fd = os.memfd_create("tensorbroker-options", os.MFD_CLOEXEC)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+        os.lseek(fd, 0, os.SEEK_SET)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
