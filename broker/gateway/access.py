@@ -9,43 +9,13 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import final, get_args
 
 from broker.gateway.kserve import Caller, Category, Transport
 from shm.errors import Code, InferError
 
-GRPC_PREFIX = "triton-grpc-protocol-"
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 Rules = Mapping[str, tuple[str, str]]  # category → header, value
-
-# Every method of the KServe and Triton gRPC service, and of gRPC's health service.
-GRPC_METHODS: Mapping[str, Category] = MappingProxyType(
-    {
-        "ServerLive": "health",
-        "ServerReady": "health",
-        "ModelReady": "health",
-        "Check": "health",
-        "Watch": "health",
-        "ServerMetadata": "metadata",
-        "ModelMetadata": "metadata",
-        "ModelInfer": "inference",
-        "ModelStreamInfer": "inference",
-        "SystemSharedMemoryStatus": "shared-memory",
-        "SystemSharedMemoryRegister": "shared-memory",
-        "SystemSharedMemoryUnregister": "shared-memory",
-        "CudaSharedMemoryStatus": "shared-memory",
-        "CudaSharedMemoryRegister": "shared-memory",
-        "CudaSharedMemoryUnregister": "shared-memory",
-        "ModelConfig": "model-config",
-        "RepositoryIndex": "model-repository",
-        "RepositoryModelLoad": "model-repository",
-        "RepositoryModelUnload": "model-repository",
-        "ModelStatistics": "statistics",
-        "TraceSetting": "trace",
-        "LogSettings": "logging",
-    }
-)
 
 
 @final

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
@@ -80,10 +80,9 @@ class Peers:
         """Of one HTTP request. `connection` None: it is closed by now. `headers`: any case, aiohttp's mapping too."""
         return Caller("http", headers=headers, ask=partial(self._http, connection, headers))
 
-    def grpc_caller(self, peer: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> Caller:
-        """Of one call, or one request of a stream. `peer` and `metadata` as the call's context has them."""
-        headers = {name.lower(): value for name, value in metadata or () if isinstance(value, str)}
-        return Caller("grpc", headers=headers, ask=partial(self._grpc, peer, headers))
+    def grpc_caller(self, peer: str, metadata: Mapping[str, str]) -> Caller:
+        """Of one call, or one request of a stream. `peer` as grpc writes it; `metadata`: what of it is text."""
+        return Caller("grpc", headers=metadata, ask=partial(self._grpc, peer, metadata))
 
     def zmq_caller(self, peer_address: str, client: str, headers: Mapping[str, str] | None = None) -> Caller:
         """Of one message. `peer_address`: its frame's metadata; `client` names the client within its uid."""

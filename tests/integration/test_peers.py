@@ -185,7 +185,7 @@ def test_grpc_says_its_peers_in_the_form_that_is_read(tmp_path: Path) -> None:
     principals: list[Principal | None] = []
 
     def handle(request: bytes, context: grpc.ServicerContext) -> bytes:
-        principals.append(asked[0].grpc_caller(context.peer(), context.invocation_metadata()).principal)
+        principals.append(asked[0].grpc_caller(context.peer(), dict(context.invocation_metadata())).principal)
         return b""
 
     with ThreadPoolExecutor(1) as pool:

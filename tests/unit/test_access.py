@@ -8,7 +8,8 @@ from typing import get_args
 import pytest
 from tritonclient.grpc import service_pb2
 
-from broker.gateway.access import CATEGORIES, GRPC_METHODS, Access, Restricted
+from broker.gateway.access import CATEGORIES, Access, Restricted
+from broker.gateway.grpc_calls import CALLS
 from broker.gateway.kserve import Caller, Category, Transport
 from shm.errors import InferError
 
@@ -63,8 +64,8 @@ def test_every_category_can_be_restricted(transport: Transport) -> None:
 
 def test_every_grpc_method_has_a_category() -> None:
     methods = set(service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name)
-    assert methods == set(GRPC_METHODS) - {"Check", "Watch"}
-    assert set(GRPC_METHODS.values()) == set(CATEGORIES)
+    assert methods == set(CALLS) | {"ModelInfer", "ModelStreamInfer"}
+    assert {call.category for call in CALLS.values()} | {"inference"} == set(CATEGORIES)
 
 
 def test_the_error_is_an_infer_error_that_travels() -> None:

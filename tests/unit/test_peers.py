@@ -150,8 +150,8 @@ def callers(kernel: Kernel) -> dict[str, Callable[[str], Caller]]:
     return {
         "http": lambda name: asked.http_caller(LOOPBACK, CIMultiDict({name: "1.2.3.4"})),
         "http unix": lambda name: asked.http_caller(unix, CIMultiDict({name: ""})),
-        "grpc": lambda name: asked.grpc_caller("ipv4:127.0.0.1:40000", [(name, "1.2.3.4")]),
-        "grpc unix": lambda name: asked.grpc_caller("unix:", [(name, "1.2.3.4")]),
+        "grpc": lambda name: asked.grpc_caller("ipv4:127.0.0.1:40000", {name: "1.2.3.4"}),
+        "grpc unix": lambda name: asked.grpc_caller("unix:", {name: "1.2.3.4"}),
     }
 
 
@@ -177,7 +177,7 @@ def test_what_a_proxy_forwards_has_no_principal(front_end: str, name: str) -> No
 )
 def test_a_grpc_peer_is_asked_for_by_the_address_that_grpc_listens_on(peer: str, address: str, asked: Any) -> None:
     kernel = Kernel()
-    assert Peers(UID, grpc_address=address, owner=kernel).grpc_caller(peer, ()).principal
+    assert Peers(UID, grpc_address=address, owner=kernel).grpc_caller(peer, {}).principal
     assert kernel.asked == [asked]
 
 
@@ -186,28 +186,23 @@ def test_where_grpc_listens_on_more_than_loopback_its_tcp_peers_are_nobodys(addr
     # Another uid's connection from the same port to another loopback address would be taken for the owner's.
     kernel = Kernel()
     asked = Peers(UID, grpc_address=address, owner=kernel)
-    caller = asked.grpc_caller("ipv4:127.0.0.1:40000", ())
+    caller = asked.grpc_caller("ipv4:127.0.0.1:40000", {})
     assert caller.principal is None
     assert "--grpc-address" in caller.refusal
     assert kernel.asked == []
-    assert asked.grpc_caller("unix:", ()).principal == SELF
+    assert asked.grpc_caller("unix:", {}).principal == SELF
 
 
 @pytest.mark.parametrize("peer", ["", "ipv4:127.0.0.1", "ipv4:127.0.0.1:x", "ipv4:x:1", "ipv6:::1", "vsock:1:2"])
 def test_a_grpc_peer_without_an_address_is_nobodys(peer: str) -> None:
     kernel = Kernel()
-    assert Peers(UID, owner=kernel).grpc_caller(peer, None).principal is None
+    assert Peers(UID, owner=kernel).grpc_caller(peer, {}).principal is None
     assert kernel.asked == []
 
 
 def test_a_remote_grpc_peer_is_nobodys() -> None:
-    caller = Peers(UID, owner=Kernel()).grpc_caller("ipv4:10.1.2.3:40000", ())
+    caller = Peers(UID, owner=Kernel()).grpc_caller("ipv4:10.1.2.3:40000", {})
     assert "10.1.2.3" in caller.refusal
-
-
-def test_metadata_becomes_headers_but_not_what_is_binary() -> None:
-    caller = Peers(UID, owner=Kernel()).grpc_caller("unix:", [("a-bin", b"\x00"), ("Key", "v")])
-    assert caller.headers == {"key": "v"}
 
 
 # --- ZeroMQ -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,60 @@
+"""Requests by transport, counted by a gateway in memory that the broker made: it survives the gateway.
+
+One memfd per gateway, kept by `broker.gateways` over the gateway's deaths and handed to each of its processes, the only
+writer. Counters sent in messages would lose what was counted since the last one, or count it twice after a crash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, final
+
+from shm.memory import PAGE, map_words, sealed_memfd
+from shm.statistics import LATENCIES, bucket
+
+TRANSPORTS = ("http", "grpc", "zmq")
+_REQUESTS, _FAILED, _NS, _LATENCY = 0, 1, 2, 3  # of a transport's words; failed ones are in all of them
+_WORDS = _LATENCY + LATENCIES
+assert len(TRANSPORTS) * _WORDS * 8 <= PAGE
+
+
+@final
+class GatewayCounters:
+    """Maps the counters: made by the broker (`create`), opened by the gateway from the descriptor it inherits."""
+
+    __slots__ = ("_memory", "_words", "fd")
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._memory, self._words = map_words(fd, PAGE)
+
+    @classmethod
+    def create(cls) -> GatewayCounters:
+        """All zero."""
+        return cls(sealed_memfd("tensorbroker-gateway-counters", PAGE))
+
+    def count(self, transport: str, ns: int, failed: bool) -> None:
+        """One inference request has ended, `ns` after the front end had decoded it. Of the gateway's one thread."""
+        words, at = self._words, TRANSPORTS.index(transport) * _WORDS
+        words[at + _REQUESTS] += 1
+        words[at + _FAILED] += failed
+        words[at + _NS] += ns
+        words[at + _LATENCY + bucket(ns)] += 1
+
+
+def totals(counters: Iterable[GatewayCounters]) -> dict[str, dict[str, Any]]:
+    """By transport: `requests`, `failed`, `ns`, `latency` (requests by duration, see shm.statistics.BOUNDS_NS)."""
+    pages = [page._words for page in counters]
+
+    def total(transport: int, word: int) -> int:
+        return sum(words[transport * _WORDS + word] for words in pages)
+
+    return {
+        name: {
+            "requests": total(at, _REQUESTS),
+            "failed": total(at, _FAILED),
+            "ns": total(at, _NS),
+            "latency": [total(at, _LATENCY + each) for each in range(LATENCIES)],
+        }
+        for at, name in enumerate(TRANSPORTS)
+    }
