@@ -1,7 +1,8 @@
 """What each request of a session does: one function per type, looked up in a table.
 
 The service behind every `broker.sessions.Session`. It translates between messages and the parts that own the truth
-(models, registry, plans, channels); it keeps no state of its own but the progress of the start-up load.
+(models, registry, plans, channels); it keeps no state of its own but the progress of the start-up load. The functions
+for what mostly gateways ask are in `broker.gateway_answers`.
 """
 
 from __future__ import annotations
@@ -11,24 +12,26 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol, final
 
+from broker import gateway_answers
 from broker.channels import Channels
+from broker.gateway.options import LogOptions
 from broker.plans import ModelLookup, Plans
-from broker.records import Peer, RegionEntry
-from broker.registry import Registry, record
+from broker.principals import Principals
+from broker.records import Peer, RegionEntry, record, region_info
+from broker.registry import Registry
 from broker.sessions import Answer, Session
+from broker.settings import LogState, TraceState
 from shm import messages
 from shm.errors import Code, InferError
-from shm.messages import PROTOCOL, Message, ModelMetadata, Request, Starting
+from shm.gateway_messages import GetServer, Serving
+from shm.messages import PROTOCOL, Message, Request, Starting
 from shm.sockets import close_all
 
 log = logging.getLogger(__name__)
 
 
-class Models(ModelLookup, Protocol):
+class Models(gateway_answers.Models, ModelLookup, Protocol):
     """What control messages need of the models."""
-
-    def all(self) -> list[ModelMetadata]:
-        """Every model version that is known."""
 
     async def load(self, model: str) -> None:
         """Load or reload. Raises InferError with Triton's texts."""
@@ -42,7 +45,10 @@ class Models(ModelLookup, Protocol):
 
 @final
 class Control:
-    """Answers requests. `status` makes the document of GetStatus."""
+    """Answers requests. `status` makes the document of GetStatus, `metrics` that of GetMetrics.
+
+    `strict_readiness`: Triton's flag. `on_serving`: called with what a gateway says when it listens, or cannot.
+    """
 
     def __init__(
         self,
@@ -54,18 +60,29 @@ class Control:
         status: Callable[[], dict[str, Any]],
         epoch: str,
         version: str,
+        strict_readiness: bool = True,
+        log_state: LogState | None = None,
+        trace_state: TraceState | None = None,
+        metrics: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         self.models = models
         self.registry = registry
         self.plans = plans
         self.channels = channels
         self.status = status
+        self.principals = Principals(registry)
+        self.strict_readiness = strict_readiness
+        self.log_state = log_state or LogState(LogOptions(), lambda options: None)
+        self.trace_state = trace_state or TraceState()
+        self.metrics = metrics
+        self.on_serving: Callable[[Peer, Serving], None] | None = None
         self.exiting = False
         self._epoch = epoch
         self._version = version
         self._progress = (0, 0)
         self._changed = asyncio.Event()
         self._started = False
+        self._reaper: asyncio.Task[None] | None = None
 
     # --- start-up --------------------------------------------------------------------------------------------------
 
@@ -77,6 +94,7 @@ class Control:
     def started(self) -> None:
         """The start-up load has ended: sessions are welcome."""
         self._started = True
+        self._reaper = asyncio.create_task(self.principals.keep_reaping(), name="regions without a name")
         self._wake()
 
     def _wake(self) -> None:
@@ -97,11 +115,11 @@ class Control:
 
     async def answer(self, peer: Peer, request: Request, fds: list[int]) -> Answer:
         """The reply to `request`. Takes `fds` over. Raises InferError, OSError."""
-        if self.exiting:
+        if self.exiting and not isinstance(request, GetServer):
             close_all(fds)
             raise InferError(Code.UNAVAILABLE, "Server exiting")
         if isinstance(request, messages.RegisterPool):
-            return _region_info(register_pool(self, peer, request, fds))
+            return Answer(region_info(register_pool(self, peer, request, fds)))
         return await _ANSWERS[type(request)](self, peer, request)
 
     async def end(self, peer: Peer) -> None:
@@ -131,7 +149,7 @@ def register_pool(control: Control, peer: Peer, request: messages.RegisterPool, 
 async def register_system(control: Control, peer: Peer, request: messages.RegisterSystem) -> Answer:
     """Open a POSIX name on the client's behalf; it gets the same open file."""
     entry = await control.registry.register_system(peer, request.name, request.key, request.byte_size, request.offset)
-    return _region_info(entry, entry.fd)
+    return Answer(region_info(entry), (entry.fd,))
 
 
 async def share_region(control: Control, peer: Peer, request: messages.ShareRegion) -> Answer:
@@ -142,7 +160,7 @@ async def share_region(control: Control, peer: Peer, request: messages.ShareRegi
 async def open_region(control: Control, peer: Peer, request: messages.OpenRegion) -> Answer:
     """Another session's shared region, under a name of this session."""
     entry = control.registry.open(peer, request.name, request.token)
-    return _region_info(entry, entry.fd)
+    return Answer(region_info(entry), (entry.fd,))
 
 
 async def unregister(control: Control, peer: Peer, request: messages.Unregister) -> Answer:
@@ -213,20 +231,6 @@ async def unload_model(control: Control, peer: Peer, request: messages.UnloadMod
     return Answer(messages.Done())
 
 
-def _region_info(entry: RegionEntry, *fds: int) -> Answer:
-    reply = messages.RegionInfo(
-        name=entry.name,
-        kind=entry.kind,
-        region=entry.region,
-        generation=entry.generation,
-        byte_size=entry.byte_size,
-        offset=entry.offset,
-        file_size=entry.file_size,
-        writable=entry.writable,
-    )
-    return Answer(reply, fds)
-
-
 async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
     """Wait for `work`, which is not cancelled with whoever waits."""
     task = asyncio.create_task(work)
@@ -238,6 +242,7 @@ async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
 
 
 _ANSWERS: dict[type[Message], Callable[[Control, Peer, Any], Awaitable[Answer]]] = {
+    **gateway_answers.ANSWERS,
     messages.RegisterSystem: register_system,
     messages.ShareRegion: share_region,
     messages.OpenRegion: open_region,

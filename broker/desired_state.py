@@ -112,20 +112,20 @@ class DesiredState:
                 self.process.kill(f"did not answer {type(wanted.message).__name__} within {limit_s:g} s")
             raise refusal from None
 
-    async def forget(self, table: dict[K, Wanted], key: K, undo: LinkMessage) -> None:
-        """Take it back; returns when the current process has acknowledged that, or never had it."""
+    async def forget(self, table: dict[K, Wanted], key: K, undo: LinkMessage) -> str:
+        """Take it back; returns when the current process has acknowledged that (with the detail), or never had it."""
         wanted = table.pop(key, None)
         if wanted is None:
-            return
+            return ""
         wanted.dropped = True
         process = self.process
         if process is None or wanted.sent != process.life:
-            return
+            return ""
         try:
             async with asyncio.timeout(ANSWER_S):
-                await process.request(undo)
+                return await process.request(undo)
         except ProcessDied:
-            pass  # and with it what it had
+            return ""  # and with it what it had
         except TimeoutError:
             raise self._no_answer(undo, ANSWER_S) from None
 

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import final
 
-from broker.records import Peer
-from broker.sessions import Service, Session, close_politely
+from broker.records import CLIENT, GATEWAY, Peer
+from broker.sessions import HELLO_TIMEOUT_S, Service, Session, close_politely
 from shm import sockets
 from shm.messages import Goodbye, encode
 
@@ -69,6 +69,16 @@ class Sessions:
             self._listener.close()
             self._listener = None
 
+    def adopt(self, connection: socket.socket, pid: int, pidfd: int, role: str = GATEWAY) -> Session:
+        """A session over the broker's end of a socket pair, whose other end the child `pid` was given.
+
+        The child is known by the `pid` and `pidfd` that its parent has, since such a socket names its maker. Takes over
+        `connection` and `pidfd`. Not subject to the limit on sessions; how long the child may take to say Hello is its
+        parent's business.
+        """
+        connection.setblocking(False)
+        return self._open_session(connection, pidfd, Peer(next(self._numbers), pid, os.getuid(), role))
+
     async def end_all(self, reason: str) -> None:
         """Hang up every session and return when all they held has been given back."""
         for session in self:
@@ -109,10 +119,12 @@ class Sessions:
                 return
             self._open_session(connection, pidfd, Peer(next(self._numbers), pid, uid))
 
-    def _open_session(self, connection: socket.socket, pidfd: int, peer: Peer) -> None:
-        session = Session(connection, pidfd, peer, self._service, on_end=self._forget)
+    def _open_session(self, connection: socket.socket, pidfd: int, peer: Peer) -> Session:
+        hello_s = HELLO_TIMEOUT_S if peer.role == CLIENT else None
+        session = Session(connection, pidfd, peer, self._service, on_end=self._forget, hello_s=hello_s)
         self.accepted += 1
         self._open[peer.session] = session
+        return session
 
     def _forget(self, session: Session) -> None:
         del self._open[session.peer.session]

@@ -20,11 +20,14 @@ from msgspec.structs import replace
 from broker.coroner import PlanBook, bury, end
 from broker.desired_state import ANSWER_S, STOPPING, DesiredState, Wanted, supersedes
 from broker.records import ChannelRecord, RegionEntry
+from broker.region_uses import RegionUses
 from broker.repository.config import ModelConfig
 from broker.statistics_blocks import StatisticsBlocks
 from broker.supervision import REFUSAL_NS, BackOff, Load, LoadDeaths, Offenders, Pulse
 from broker.worker.messages import (
+    USED,
     AddRegion,
+    AskRegion,
     AttachChannel,
     BindPlan,
     ChannelBroken,
@@ -33,6 +36,7 @@ from broker.worker.messages import (
     DropPlan,
     LinkMessage,
     LoadInstances,
+    RegionIdle,
     RetireRegion,
     Start,
     UnloadModel,
@@ -82,6 +86,7 @@ class Worker:
         "_records",
         "_state",
         "_task",
+        "_uses",
         "_was_ready",
         "_zygote",
         "instances",
@@ -102,6 +107,7 @@ class Worker:
         self._block = owner.blocks.take((key, 0), 1)[0]
         self._state = DesiredState(LoadDeaths(owner.model_load_deaths), self._lost, self._describe)
         self._records: dict[int, ChannelRecord] = {}
+        self._uses = RegionUses()
         self._life = 0
         self._pulse = Pulse(owner.ping_every_s, owner.ping_limit_s, 0)
         self._was_ready = False
@@ -155,10 +161,25 @@ class Worker:
         undo = RetireRegion(region=entry.region, generation=entry.generation)
         await self._state.have(self._state.regions, entry.identity, Wanted(message, (entry.fd,)), undo)
 
-    async def retire_region(self, region: int, generation: int) -> None:
-        """Returns when no new request can use it."""
+    async def retire_region(self, region: int, generation: int) -> asyncio.Future[None] | None:
+        """Returns when no new request can use it; if accepted ones still do, what is done with the last of them."""
         undo = RetireRegion(region=region, generation=generation)
-        await self._state.forget(self._state.regions, (region, generation), undo)
+        key = region, generation
+        return await self._uses.retire(key, self._state.forget(self._state.regions, key, undo))
+
+    async def region_used(self, region: int, generation: int) -> bool:
+        """Has a request used this system region since this was last asked? If the process cannot say, it may have.
+
+        Also what has become of retired regions is known afterwards, as it was when this was asked.
+        """
+        process = self._state.process
+        if process is None:
+            return True
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await process.request(AskRegion(region=region, generation=generation)) == USED
+        except (ProcessDied, TimeoutError):
+            return True
 
     def has_region(self, region: int, generation: int) -> bool:
         """Has a process acknowledged it? (Its replacements get it before anything that could use it.)"""
@@ -259,7 +280,7 @@ class Worker:
     async def _fork(self) -> WorkerProcess:
         link, pid, pidfd = await self._zygote.fork()
         self._life += 1
-        process = WorkerProcess(link, pid, pidfd, self._life, on_exit=self._exited, on_broken=self._channel_broken)
+        process = WorkerProcess(link, pid, pidfd, self._life, on_exit=self._exited, on_notice=self._noticed)
         if self._kill_next:
             process.kill("the broker is stopping")
         return process
@@ -292,6 +313,7 @@ class Worker:
     def _exited(self, process: WorkerProcess) -> None:
         """Before anything else that follows a death: the endings that are due, in this turn of the event loop."""
         self._state.up.clear()
+        self._uses.died()
         plans, now_ns = self._owner.plans, time.monotonic_ns()
         if plans is not None:
             for session, model in bury(self._records.values(), plans, now_ns):
@@ -364,8 +386,11 @@ class Worker:
             end((record,), f"worker '{self.key}' cannot serve this channel any more: {reason}", time.monotonic_ns())
             self._owner.on_channel_broken(message.channel, f"worker '{self.key}' cannot serve it any more: {reason}")
 
-    def _channel_broken(self, message: ChannelBroken) -> None:
-        self._owner.on_channel_broken(message.channel, message.reason)
+    def _noticed(self, message: ChannelBroken | RegionIdle) -> None:
+        if isinstance(message, RegionIdle):
+            self._uses.idle((message.region, message.generation))
+        else:
+            self._owner.on_channel_broken(message.channel, message.reason)
 
     def _describe(self) -> str:
         death = f", its last process: {self.last_death}" if self.last_death else ""

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -46,6 +47,7 @@ class _Version:
     generation: int = 0
     config: ModelConfig | None = None
     worker: Worker | None = None
+    load_s: float = 0.0  # of the latest load that succeeded
 
 
 @final
@@ -170,7 +172,7 @@ class Models:
         if not serving:
             version.state, version.reason = LOADING, ""
         _log.info("loading: %s:%d", config.name, number)
-        generation = next(self._generations)
+        generation, began = next(self._generations), time.monotonic()
         try:
             instances = sum(group.count for group in config.instance_group)
             worker = self._workers.start(f"cpu/{config.worker_group}")
@@ -183,6 +185,7 @@ class Models:
             return error.message
         previous, version.worker = version.worker, worker
         version.config, version.generation, version.state, version.reason = config, generation, READY, ""
+        version.load_s = time.monotonic() - began
         if previous is not None and previous is not worker:
             await previous.unload(config.name, number)
         _log.info("successfully loaded '%s' version %d", config.name, number)
@@ -273,6 +276,10 @@ class Models:
             for name, number, found in self._versions()
             if model in ("", name) and (number == wanted or (wanted is None and found.state == READY))
         ]
+
+    def load_seconds(self, model: str, version: int) -> float:
+        """How long the latest load of a known version took that succeeded."""
+        return self._models[model].versions[version].load_s
 
     def backends(self) -> set[str]:
         """Those of the models that were loaded."""

@@ -10,17 +10,25 @@ import os
 from dataclasses import dataclass
 from typing import final
 
+from shm.messages import RegionInfo, RegionRecord
 from shm.sockets import close_all
+
+CLIENT, GATEWAY = "client", "gateway"  # roles
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The client process at the other end of a session, as the kernel names it."""
+    """The process at the other end of a session, as the kernel names it.
+
+    `role` GATEWAY: one that the broker started itself, which may act for principals. A principal is such a record too,
+    with a negative session number and no process.
+    """
 
     session: int
     pid: int
     uid: int
+    role: str = CLIENT
 
 
 @final
@@ -75,3 +83,32 @@ class RegionEntry:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def record(entry: RegionEntry, *, show_key: bool = True) -> RegionRecord:
+    """The row of `entry` for its owner; without `key`, for everybody else."""
+    return RegionRecord(
+        name=entry.name,
+        kind=entry.kind,
+        byte_size=entry.byte_size,
+        offset=entry.offset,
+        key=entry.key if show_key else "",
+        generation=entry.generation,
+        owner_pid=entry.owner_pid,
+        owner_uid=entry.owner_uid,
+        state="draining" if entry.draining else "active",
+    )
+
+
+def region_info(entry: RegionEntry) -> RegionInfo:
+    """What its owner is told when it is registered or opened."""
+    return RegionInfo(
+        name=entry.name,
+        kind=entry.kind,
+        region=entry.region,
+        generation=entry.generation,
+        byte_size=entry.byte_size,
+        offset=entry.offset,
+        file_size=entry.file_size,
+        writable=entry.writable,
+    )

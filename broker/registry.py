@@ -1,35 +1,38 @@
 """The truth about regions: who registered which memory under which name, who opened it, and who still maps it.
 
-Called by `broker.control` for sessions and by `broker.plans` to find what a plan names. It keeps one descriptor per
-region and never maps it: a client that truncates its file can kill whoever does.
+Called by `broker.control` for sessions, by `broker.principals` for those on whose behalf gateways act (they have
+negative session numbers), and by `broker.plans` to find what a plan names. It keeps one descriptor per region and never
+maps it: a client that truncates its file can kill whoever does.
 
     names[session][name] → RegionEntry → fd
                               ↑ source
-    a region opened by token is an entry of its own; it is retired with the entry it was opened from
+    a region opened by token, or by a gateway for a principal, is an entry of its own; it is retired with the entry it
+    was opened from
+
+    registered ── unregister ──▶ draining ── all workers acknowledged, no request uses it any more ──▶ forgotten
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, final
 
 from broker.quota import Quota
 from broker.records import Peer, RegionEntry
+from broker.reservation import Reservations
 from shm import regions
 from shm.errors import Code, InferError
-from shm.messages import RegionRecord
 
 log = logging.getLogger(__name__)
 
-RESERVE_TIMEOUT_S = 30.0  # posix_fallocate costs about 0.13 s per GiB
-RESERVE_THREADS = 2
+CATCH_UP_S = 1.0
 
 
 class RegionWorker(Protocol):
@@ -40,8 +43,11 @@ class RegionWorker(Protocol):
     async def add_region(self, entry: RegionEntry) -> None:
         """Returns when the worker's process has mapped the region."""
 
-    async def retire_region(self, region: int, generation: int) -> None:
-        """Returns when no new request of the worker can use the region."""
+    async def retire_region(self, region: int, generation: int) -> asyncio.Future[None] | None:
+        """Returns when no new request of the worker can use the region; if some still do, what ends with the last."""
+
+    async def region_used(self, region: int, generation: int) -> bool:
+        """Has a request used it since this was last asked? What `retire_region` returned is up to date afterwards."""
 
 
 @final
@@ -53,6 +59,7 @@ class Registry:
         self._names: dict[int, dict[str, RegionEntry]] = {}
         self._tokens: dict[str, RegionEntry] = {}
         self._draining: dict[int, RegionEntry] = {}  # by generation
+        self._holders: dict[int, list[RegionWorker]] = {}  # by generation: in which requests may use a draining one
         self._mapped: dict[int, list[RegionWorker]] = {}  # by generation: who has been asked to map it
         self._counts: Counter[int] = Counter()  # by session, as `of` has them
         self._bytes: Counter[int] = Counter()
@@ -61,7 +68,7 @@ class Registry:
         self._free: list[int] = []
         self._indexes = itertools.count(1)
         self._generations = itertools.count(1)
-        self._threads = ThreadPoolExecutor(RESERVE_THREADS, thread_name_prefix="reserve")
+        self._reservations = Reservations()
 
     # --- looking ---------------------------------------------------------------------------------------------------
 
@@ -108,15 +115,18 @@ class Registry:
 
     async def register_system(self, peer: Peer, name: str, key: str, byte_size: int, offset: int) -> RegionEntry:
         """Open POSIX shared memory `key` on behalf of `peer` and make sure that all its pages exist."""
-        self._admit(peer, name, "system", byte_size)
-        fd = -1
+        self._check_name(peer.session, name)
+        fd, source = regions.open_system(name, key, byte_size, offset, peer.uid)
         try:
-            fd, source = regions.open_system(name, key, byte_size, offset, peer.uid)
-            await self._reserve(fd, offset, byte_size)
+            self._admit(peer, name, "system", byte_size)
+            try:
+                await self._reservations.reserve(fd, offset, byte_size)
+                self._check_name(peer.session, name)  # gateways may register for one principal at the same time
+            except BaseException:
+                self._discharge(peer.uid, "system", byte_size)
+                raise
         except BaseException:
-            if fd >= 0:
-                os.close(fd)
-            self._discharge(peer.uid, "system", byte_size)
+            os.close(fd)
             raise
         entry = self._enter(peer, name, "system", fd, byte_size, offset, source)
         entry.key = key
@@ -143,6 +153,19 @@ class Registry:
                 "Unable to find shared memory region: no region is shared under this token; its owner may have "
                 "unregistered it or ended",
             )
+        return self._open(peer, name, owner)
+
+    def alias(self, peer: Peer, owner: RegionEntry) -> RegionEntry:
+        """`owner`, a region of a principal, in the session of gateway `peer`; always the same one.
+
+        Its name is as hard to guess as a token, so it is no name of a region that the gateway itself registers.
+        """
+        for opened in self._opened.get(owner.generation, ()):
+            if opened.session == peer.session and not opened.draining:
+                return opened
+        return self._open(peer, secrets.token_hex(16), owner)
+
+    def _open(self, peer: Peer, name: str, owner: RegionEntry) -> RegionEntry:
         self._check_name(peer.session, name)
         self.quota.take_region(peer.uid, owner.kind)  # its bytes are the owner's
         try:
@@ -183,33 +206,60 @@ class Registry:
             if entry.draining:
                 raise InferError(Code.NOT_FOUND, f"Unable to find shared memory region: '{entry.name}'")
 
-    async def unregister(self, session: int, name: str = "") -> None:
+    async def unregister(self, session: int, name: str = "", kind: str = "") -> None:
         """Retire `name`, or all regions of `session` for "", and return when every worker has acknowledged.
 
-        Unknown names succeed. The name is free at once. What was opened from these regions is retired too.
+        Unknown names succeed, and so do regions of another `kind` ("": any). The name is free at once. What was opened
+        from these regions is retired too. All are known to `of` until no request uses them.
         """
         names = self._names.get(session, {})
         chosen = [names[name]] if name in names else list(names.values()) if not name else []
+        owners = [entry for entry in chosen if kind in ("", entry.kind)]
         # By generation, because a session may open its own token.
-        retired = {e.generation: e for owner in chosen for e in (owner, *self._opened.get(owner.generation, ()))}
+        retired = {e.generation: e for owner in owners for e in (owner, *self._opened.get(owner.generation, ()))}
+        retired = {generation: entry for generation, entry in retired.items() if not entry.draining}
         for entry in retired.values():
             self._withdraw(entry)
         # Shielded: the session may end, which must not leave an entry draining for good.
         await asyncio.shield(asyncio.gather(*(self._drain(entry) for entry in retired.values())))
 
+    async def used(self, entry: RegionEntry) -> bool:
+        """Has a request used this system region, or what was opened from it, since this was last asked?"""
+        asked = [
+            worker.region_used(*opened.identity)
+            for opened in (entry, *self._opened.get(entry.generation, ()))
+            for worker in self._mapped.get(opened.generation, ())
+        ]
+        return any(await asyncio.gather(*asked))
+
+    async def catch_up(self, session: int) -> None:
+        """Return when `of` knows which draining regions of `session` requests have stopped using by now."""
+        asked = [
+            worker.region_used(*opened.identity)
+            for entry in self._draining.values()
+            if entry.session == session
+            for opened in (entry, *self._opened.get(entry.generation, ()))
+            for worker in self._holders.get(opened.generation, ())
+        ]
+        if asked:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.gather(*asked), CATCH_UP_S)
+
     def expel(self, generation: int) -> RegionEntry | None:
         """Retire a region on the broker's own account: its file was truncated under a worker. None: it is already."""
-        for entry in self:
-            if entry.generation == generation and not entry.draining:
-                task = asyncio.create_task(self.unregister(entry.session, entry.name))
-                self._expulsions.add(task)
-                task.add_done_callback(self._expelled)
-                return entry
-        return None
+        found = next((entry for entry in self if entry.generation == generation), None)
+        if found is not None:  # what a gateway opened for a principal cannot be left: it would be opened again
+            found = next((entry for entry in self if entry.session < 0 and entry.identity == found.source), found)
+        if found is None or found.draining:
+            return None
+        task = asyncio.create_task(self.unregister(found.session, found.name))
+        self._expulsions.add(task)
+        task.add_done_callback(self._expelled)
+        return found
 
     def close(self) -> None:
         """Close every descriptor. Only when no worker runs any more."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._reservations.close()
         for entry in list(self):
             entry.close()
 
@@ -265,7 +315,7 @@ class Registry:
         return entry
 
     def _remove(self, entry: RegionEntry) -> None:
-        del self._draining[entry.generation]
+        del self._draining[entry.generation], self._holders[entry.generation]
         self._counts[entry.session] -= 1
         self._bytes[entry.session] -= entry.byte_size
         if not self._counts[entry.session]:
@@ -288,68 +338,46 @@ class Registry:
             del self._names[entry.session]
         self._tokens.pop(entry.token, None)
         self._draining[entry.generation] = entry
+        self._holders[entry.generation] = self._mapped.pop(entry.generation, [])
 
     async def _drain(self, entry: RegionEntry) -> None:
-        """Tell the workers that map `entry`, then forget it: descriptor, quota and index go back."""
-        workers = self._mapped.pop(entry.generation, [])
-        try:
-            results = await asyncio.gather(
-                *(worker.retire_region(*entry.identity) for worker in workers), return_exceptions=True
-            )
-        finally:
-            self._remove(entry)
-            self._opened.pop(entry.generation, None)
-            if entry.source is None:
-                self._discharge(entry.owner_uid, entry.kind, entry.byte_size)
-            else:
-                self.quota.give_region(entry.owner_uid, entry.kind)
-                siblings = self._opened.get(entry.source[1], [])
-                if entry in siblings:
-                    siblings.remove(entry)
-            entry.close()
-            self._free.append(entry.region)
+        """Tell the workers that map `entry`; it is forgotten when no request of theirs uses it."""
+        workers = tuple(self._holders[entry.generation])
+        results = await asyncio.gather(*(self._take_from(worker, entry) for worker in workers), return_exceptions=True)
+        self._settle(entry)
         for error in results:
             if isinstance(error, BaseException):
                 raise error
 
-    async def _reserve(self, fd: int, offset: int, byte_size: int) -> None:
-        """Allocate the pages of the range, off the loop: a sparse file would kill the worker that touches it."""
-        duplicate = os.dup(fd)  # the thread's own: ours may be closed, and its number reused, before the thread starts
+    async def _take_from(self, worker: RegionWorker, entry: RegionEntry) -> None:
+        last = None
         try:
-            done = self._threads.submit(_reserve_and_close, duplicate, offset, byte_size)
-        except BaseException:
-            os.close(duplicate)
-            raise
-        try:
-            await asyncio.wait_for(asyncio.wrap_future(done), RESERVE_TIMEOUT_S)
-        except TimeoutError:
-            raise InferError(
-                Code.UNAVAILABLE,
-                f"allocating the {byte_size} bytes of this shared memory took longer than {RESERVE_TIMEOUT_S:.0f} s; "
-                "write to it once before registering it",
-            ) from None
+            last = await worker.retire_region(*entry.identity)
         finally:
-            if done.cancelled():  # it never ran
-                os.close(duplicate)
+            if last is None:
+                self._let_go(worker, entry)
+            else:
+                last.add_done_callback(lambda _: self._let_go(worker, entry))
 
+    def _let_go(self, worker: RegionWorker, entry: RegionEntry) -> None:
+        self._holders[entry.generation].remove(worker)
+        self._settle(entry)
 
-def record(entry: RegionEntry, *, show_key: bool = True) -> RegionRecord:
-    """The row of `entry` for its owner; without `key`, for everybody else."""
-    return RegionRecord(
-        name=entry.name,
-        kind=entry.kind,
-        byte_size=entry.byte_size,
-        offset=entry.offset,
-        key=entry.key if show_key else "",
-        generation=entry.generation,
-        owner_pid=entry.owner_pid,
-        owner_uid=entry.owner_uid,
-        state="draining" if entry.draining else "active",
-    )
-
-
-def _reserve_and_close(fd: int, offset: int, byte_size: int) -> None:
-    try:
-        regions.reserve(fd, offset, byte_size)
-    finally:
-        os.close(fd)
+    def _settle(self, entry: RegionEntry) -> None:
+        """Forget a draining region that nobody holds any more: descriptor, quota and index go back."""
+        generation = entry.generation
+        if generation not in self._draining or self._holders[generation] or self._opened.get(generation):
+            return
+        self._remove(entry)
+        self._opened.pop(generation, None)
+        if entry.source is None:
+            self._discharge(entry.owner_uid, entry.kind, entry.byte_size)
+        else:
+            self.quota.give_region(entry.owner_uid, entry.kind)
+            siblings = self._opened.get(entry.source[1], [])
+            if entry in siblings:
+                siblings.remove(entry)
+        entry.close()
+        self._free.append(entry.region)
+        if entry.source is not None and (owner := self._draining.get(entry.source[1])) is not None:
+            self._settle(owner)

@@ -1,8 +1,9 @@
 """One client's connection: datagrams in, requests through one at a time, replies out, and the end of it.
 
 `broker.listener` makes sessions; what requests mean is `Service`'s business (`broker.control`). Requests of a session
-run one after another in the order they came, so a client can send register, prepare and submit back to back. Nothing
-here waits for a client: what it does not read is queued up to a bound, then it is hung up.
+run one after another in the order they came, so a client can send register, prepare and submit back to back. Those of a
+gateway begin in the order they came, and up to 64 run at once: they are of many clients, who must not wait for each
+other. Nothing here waits for a client: what it does not read is queued up to a bound, then it is hung up.
 
     Hello within 5 s → [Starting …] → Welcome → requests … → hang-up, its process's end, or a broken rule
 """
@@ -20,7 +21,7 @@ from typing import NamedTuple, Protocol, final
 
 import msgspec
 
-from broker.records import Peer
+from broker.records import GATEWAY, Peer
 from shm import sockets
 from shm.errors import Code, InferError, ProtocolError
 from shm.messages import (
@@ -44,6 +45,7 @@ HELLO_TIMEOUT_S = 5.0
 STALL_TIMEOUT_S = 5.0  # a client that reads nothing for so long while replies wait is gone for our purposes
 BURST = 16  # datagrams of one session per turn of the loop
 MAX_WAITING = 256  # requests
+AT_ONCE = 64  # requests of a gateway that run
 MAX_WAITING_BYTES = 4 << 20
 MAX_OUTBOX_BYTES = 256 << 10
 MAX_ERRORS = 100  # undecodable datagrams in a row
@@ -88,7 +90,9 @@ class Session:
         service: Service,
         *,
         on_end: Callable[[Session], None],
+        hello_s: float | None = HELLO_TIMEOUT_S,
     ) -> None:
+        """`hello_s`: within which Hello must come; None: whenever."""
         self.peer = peer
         self._on_end = on_end
         self.library = ""
@@ -106,7 +110,11 @@ class Session:
         self._errors_in_a_row = 0
         self._greeted = False
         self._ended = False
-        self._hello = self._loop.call_later(HELLO_TIMEOUT_S, self.hang_up, "no Hello within 5 s")
+        self._running: set[asyncio.Task[None]] = set()
+        self._room = asyncio.Semaphore(AT_ONCE)
+        self._hello: asyncio.TimerHandle | None = None
+        if hello_s is not None:
+            self._hello = self._loop.call_later(hello_s, self.hang_up, f"no Hello within {hello_s:g} s")
         self._loop.add_reader(pidfd, self.end, "its process ended")
         self._loop.add_reader(connection, self._read)
         self.closed = self._loop.create_task(self._live(), name=f"session {peer.session}")
@@ -124,9 +132,9 @@ class Session:
             return
         self._ended = True
         log.debug("session %d (pid %d) ends: %s", self.peer.session, self.peer.pid, reason)
-        self._hello.cancel()
-        if self._stalled:
-            self._stalled.cancel()
+        for timer in (self._hello, self._stalled):
+            if timer:
+                timer.cancel()
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._loop.remove_reader(self._socket)
@@ -148,12 +156,19 @@ class Session:
                 while self._waiting:
                     request, fds, byte_size = self._waiting.popleft()
                     self._waiting_bytes -= byte_size
-                    await self._serve(request, fds)
+                    if self.peer.role == GATEWAY and self._greeted:
+                        await self._begin(request, fds)
+                    else:
+                        await self._serve(request, fds)
                     await asyncio.sleep(0)  # many requests can be answered without waiting: the others' turn first
                 self._arrived.clear()
         except asyncio.CancelledError:
             pass  # by end(): the loop above never ends otherwise
         finally:
+            for task in self._running:
+                task.cancel()
+            if self._running:
+                await asyncio.wait(self._running)
             await self._service.end(self.peer)
 
     # --- requests --------------------------------------------------------------------------------------------------
@@ -205,6 +220,20 @@ class Session:
         self._errors_in_a_row += 1
         self.send(Failure(id=request_id, code=error.code, message=error.message))
 
+    async def _begin(self, request: Request, fds: list[int]) -> None:
+        try:
+            await self._room.acquire()
+        except asyncio.CancelledError:
+            sockets.close_all(fds)
+            raise
+        task = self._loop.create_task(self._serve(request, fds))
+        self._running.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        self._room.release()
+
     async def _serve(self, request: Request, fds: list[int]) -> None:
         try:
             if not self._greeted:
@@ -232,7 +261,8 @@ class Session:
             self.send(Failure(id=request.id, code=Code.UNSUPPORTED.name, message=message))
             self.hang_up(message)
             return
-        self._hello.cancel()
+        if self._hello:
+            self._hello.cancel()
         self._greeted = True
         self.library = request.library
         self.send(msgspec.structs.replace(await self._service.welcome(self), id=request.id))

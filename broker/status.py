@@ -18,8 +18,8 @@ from broker.channels import Channels
 from broker.control import Models
 from broker.listener import Sessions
 from broker.plans import Plans
-from broker.records import RegionEntry
-from broker.registry import Registry, record
+from broker.records import RegionEntry, record
+from broker.registry import Registry
 from shm.errors import InferError
 from shm.messages import ModelMetadata
 from shm.statistics import IN_FLIGHT, LOST_WAKEUPS, RECOVERED, REFUSED, TAKEN

@@ -13,7 +13,7 @@ import signal
 import socket
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import msgspec
 
@@ -24,6 +24,8 @@ from broker.worker.messages import (
     Ping,
     Ready,
     Refused,
+    RegionIdle,
+    ToBroker,
     decode_to_broker,
     encode,
 )
@@ -74,8 +76,8 @@ class WorkerProcess:
         "_last_id",
         "_link",
         "_loop",
-        "_on_broken",
         "_on_exit",
+        "_on_notice",
         "_outbox",
         "_ping",
         "_reading",
@@ -96,7 +98,7 @@ class WorkerProcess:
         life: int,
         *,
         on_exit: Callable[[WorkerProcess], None],
-        on_broken: Callable[[ChannelBroken], None],
+        on_notice: Callable[[ChannelBroken | RegionIdle], None],
     ) -> None:
         self.pid = pid
         self.pidfd = pidfd
@@ -107,26 +109,26 @@ class WorkerProcess:
         self.died = asyncio.Event()
         self._link = link
         self._on_exit = on_exit
-        self._on_broken = on_broken
-        self._answers: dict[int, asyncio.Future[None]] = {}
+        self._on_notice = on_notice
+        self._answers: dict[int, asyncio.Future[str]] = {}
         self._last_id = 0
-        self._ping: asyncio.Future[None] | None = None
+        self._ping: asyncio.Future[str] | None = None
         self._outbox: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self._reading = True
         self._writing = False
         self._loop.add_reader(link, self._readable)
         self._loop.add_reader(pidfd, self._exited)
 
-    async def request(self, message: LinkMessage, descriptors: tuple[int, ...] = ()) -> None:
-        """Send, and return when it is acknowledged.
+    async def request(self, message: LinkMessage, descriptors: tuple[int, ...] = ()) -> str:
+        """Send, and return when it is acknowledged: the acknowledgement's detail.
 
         Raises InferError with the worker's reason when it refuses, ProcessDied when it ends first.
         """
-        answer: asyncio.Future[None] = self._loop.create_future()
+        answer: asyncio.Future[str] = self._loop.create_future()
         number = self.post(message, descriptors)
         self._answers[number] = answer
         try:
-            await answer
+            return await answer
         finally:
             self._answers.pop(number, None)
 
@@ -152,7 +154,7 @@ class WorkerProcess:
 
     def ping(self) -> None:
         """Ask for a sign of life. Only while `answered`."""
-        answer: asyncio.Future[None] = self._loop.create_future()
+        answer: asyncio.Future[str] = self._loop.create_future()
         self._answers[self.post(Ping())] = self._ping = answer
 
     @property
@@ -223,19 +225,19 @@ class WorkerProcess:
         if not self.died.is_set():
             self.kill("closed its link to the broker")
 
-    def _take(self, message: Ready | Acknowledged | Refused | ChannelBroken) -> None:
+    def _take(self, message: ToBroker) -> None:
         match message:
             case Ready():
                 if not self.ready.done():
                     self.ready.set_result(None)
-            case ChannelBroken():
-                self._on_broken(message)
+            case ChannelBroken() | RegionIdle():
+                self._on_notice(message)
             case Acknowledged() | Refused():
                 answer = self._answers.pop(message.id, None)
                 if answer is None or answer.done():
                     return
                 if isinstance(message, Acknowledged):
-                    answer.set_result(None)
+                    answer.set_result(message.detail)
                 else:
                     answer.set_exception(InferError(message.code, message.message))
 
@@ -252,7 +254,8 @@ class WorkerProcess:
             self._on_exit(self)
         finally:
             self.died.set()
-            for answer in (self.ready, *self._answers.values()):
+            waiting: list[asyncio.Future[Any]] = [self.ready, *self._answers.values()]
+            for answer in waiting:
                 if not answer.done():
                     answer.set_exception(ProcessDied())
                     answer.exception()  # nobody may be waiting; that is no error

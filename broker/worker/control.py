@@ -23,7 +23,7 @@ from broker.worker.loop import DEPOSE_NS, Loop
 from broker.worker.models import ModelTable
 from broker.worker.overlap import Crowds
 from broker.worker.plans import Plan
-from broker.worker.regions import RegionTable
+from broker.worker.regions import Region, RegionTable
 from shm import recovery, sockets
 from shm.errors import Code, InferError
 from shm.statistics import StatisticsPage
@@ -46,6 +46,7 @@ class Control:
         self._regions = RegionTable()
         self._crowds = Crowds(self._loop.live_requests)
         self._leaving: list[Plan] = []  # closed plans whose memory is let go when their last request has ended
+        self._retired: list[Region] = []  # retired regions that requests still use, as the broker was told
         self._plans: dict[int, dict[int, Plan]] = {}  # session → plan word → plan
         self._channels: dict[int, WorkerChannel] = {}
         self._sessions: dict[int, int] = {}  # channel → session
@@ -95,8 +96,8 @@ class Control:
         finally:
             sockets.close_all(fds)
 
-    def _acknowledge(self, number: int) -> None:
-        self._link.send(messages.Acknowledged(id=number))
+    def _acknowledge(self, number: int, detail: str = "") -> None:
+        self._link.send(messages.Acknowledged(id=number, detail=detail))
 
     def _refuse(self, number: int, error: BaseException) -> None:
         code, text = "INTERNAL", f"{type(error).__name__}: {error}"
@@ -177,13 +178,31 @@ class Control:
     def _on_RetireRegion(self, message: messages.RetireRegion, fds: list[int]) -> bool:
         region = self._regions.get(message.region, message.generation)
         self._regions.retire(message.region, message.generation)
-        if region is not None:
-            verdict = (Code.NOT_FOUND, f"Unable to find shared memory region: '{region.info.name}'")
-            for plan in self._all_plans():
-                if plan.names(region):
-                    self._models.close(plan, verdict)
-                    self._leaving.append(plan)
-        return True
+        if region is None:
+            return True
+        verdict = (Code.NOT_FOUND, f"Unable to find shared memory region: '{region.info.name}'")
+        for plan in self._all_plans():
+            if plan.names(region):
+                self._models.close(plan, verdict)
+                self._leaving.append(plan)
+        if self._leaving:
+            self._let_go()
+        if not any(plan.names(region) for plan in self._leaving):
+            return True
+        self._retired.append(region)
+        self._acknowledge(message.id, messages.IN_USE)
+        return False
+
+    def _on_AskRegion(self, message: messages.AskRegion, fds: list[int]) -> bool:
+        if self._leaving:
+            self._let_go()
+        region = self._regions.get(message.region, message.generation)
+        if region is None:
+            return True
+        running = any(plan.busy.find(1) >= 0 and plan.names(region) for plan in self._all_plans())
+        self._acknowledge(message.id, messages.USED if region.used or running else "")
+        region.used = False
+        return False
 
     def _on_BindPlan(self, message: messages.BindPlan, fds: list[int]) -> bool:
         plans = self._plans.setdefault(message.session, {})
@@ -226,6 +245,12 @@ class Control:
                 with self._models.lock:
                     self._crowds.leave(plan)
                 plan.forget_memory()
+        retired, self._retired = self._retired, []
+        for region in retired:
+            if any(plan.names(region) for plan in self._leaving):
+                self._retired.append(region)
+            else:
+                self._link.send(messages.RegionIdle(region=region.info.region, generation=region.info.generation))
 
     # --- channels -----------------------------------------------------------------------------------------------
 

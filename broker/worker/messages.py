@@ -7,10 +7,11 @@ Broker → worker:                         descriptors
     Start                                statistics memfd
     LoadInstances, UnloadModel           -
     AddRegion                            the region's descriptor
-    RetireRegion, BindPlan, DropPlan     -
+    RetireRegion, AskRegion              -
+    BindPlan, DropPlan                   -
     AttachChannel                        channel memfd, ledger memfd, eventfd, write end of the client's pipe
     DetachChannel, Drain, Ping           -
-Worker → broker, unasked (id 0): Ready (once), ChannelBroken.
+Worker → broker, unasked (id 0): Ready (once), ChannelBroken, RegionIdle.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import msgspec
 
 from broker.repository.config import ModelConfig
 from shm.messages import TensorSpec
+
+IN_USE, USED = "in use", "used"  # details of acknowledgements
 
 
 class LinkMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -70,7 +73,20 @@ class AddRegion(LinkMessage, frozen=True, kw_only=True, tag=True):
 
 
 class RetireRegion(LinkMessage, frozen=True, kw_only=True, tag=True):
-    """New requests on this generation end NOT_FOUND; acknowledged at once; unmapped when its last lease ends."""
+    """New requests on this generation end NOT_FOUND; acknowledged at once; unmapped when its last lease ends.
+
+    The detail is IN_USE while requests that were accepted before still use it; `RegionIdle` follows the last of them.
+    """
+
+    region: int
+    generation: int
+
+
+class AskRegion(LinkMessage, frozen=True, kw_only=True, tag=True):
+    """Acknowledged with USED if a request ran on this system region since this was last asked, or one runs now.
+
+    Whatever `RegionIdle` is due is sent before the answer.
+    """
 
     region: int
     generation: int
@@ -146,6 +162,13 @@ class Refused(LinkMessage, frozen=True, kw_only=True, tag=True):
     message: str
 
 
+class RegionIdle(LinkMessage, frozen=True, kw_only=True, tag=True):
+    """No request uses this retired region any more."""
+
+    region: int
+    generation: int
+
+
 class ChannelBroken(LinkMessage, frozen=True, kw_only=True, tag=True):
     """The client of this channel broke a rule of the channel: the broker hangs up its session."""
 
@@ -159,6 +182,7 @@ ToWorker = (
     | UnloadModel
     | AddRegion
     | RetireRegion
+    | AskRegion
     | BindPlan
     | DropPlan
     | AttachChannel
@@ -166,7 +190,7 @@ ToWorker = (
     | Drain
     | Ping
 )
-ToBroker = Ready | Acknowledged | Refused | ChannelBroken
+ToBroker = Ready | Acknowledged | Refused | ChannelBroken | RegionIdle
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

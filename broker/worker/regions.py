@@ -18,9 +18,12 @@ from shm.regions import MappedMemory, shrunk
 
 @final
 class Region:
-    """One mapped region. `bytes` is exactly the registered window, whatever its offset in the file."""
+    """One mapped region. `bytes` is exactly the registered window, whatever its offset in the file.
 
-    __slots__ = ("_fd", "bytes", "file_size", "info", "retired")
+    `used`: a request ran on it since the broker last asked; kept for system regions only.
+    """
+
+    __slots__ = ("_fd", "bytes", "file_size", "info", "retired", "used")
 
     def __init__(self, info: AddRegion, fd: int) -> None:
         self._fd = -1
@@ -28,6 +31,7 @@ class Region:
         memory = MappedMemory(fd, info.offset, info.byte_size, info.writable)
         self.bytes: npt.NDArray[np.uint8] = memory.bytes
         self.retired = False
+        self.used = False
         self.file_size = info.file_size
         # A POSIX object can be truncated by anyone who may open it: its size is looked at before every use. Sealed
         # pool memory cannot, and needs no descriptor any more.
@@ -40,7 +44,8 @@ class Region:
         return self.info.device, self.info.inode
 
     def changed_size(self) -> bool:
-        """Was the object behind a system region made smaller?"""
+        """Was the object behind a system region made smaller? Asked before every use."""
+        self.used = True
         return self._fd >= 0 and shrunk(self._fd, self.file_size)
 
     def __del__(self) -> None:

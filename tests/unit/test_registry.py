@@ -9,8 +9,8 @@ import posix_ipc
 import pytest
 
 from broker.quota import Quota
-from broker.records import Peer
-from broker.registry import Registry, record
+from broker.records import Peer, record
+from broker.registry import Registry
 from shm import regions
 from shm.errors import InferError
 from shm.regions import create_pool
@@ -292,7 +292,7 @@ def test_a_session_that_ends_while_pages_are_reserved_gives_all_back(registry, s
         assert registry.quota.total == 0
         others = [os.open("/dev/null", os.O_RDONLY) for _ in range(8)]
         may_go_on.set()
-        await asyncio.to_thread(registry._threads.shutdown)
+        await asyncio.to_thread(lambda: registry._reservations.close(wait=True))
         assert reserved == [inode]
         for fd in others:
             os.close(fd)

@@ -1,0 +1,165 @@
+"""Principals: those on whose behalf gateways register memory and run requests.
+
+Called by `broker.gateway_answers`. To the registry a principal is a session without a connection: it has a negative
+number, is made when it first registers something and is forgotten when nothing is left of it. Its regions belong to no
+gateway and survive all of them.
+
+    names[-7]["input0"] ◀── source ── names[gateway's session]["3f9c…"]     (UseRegion; what the gateway's plans name)
+
+A region ends by unregister, with its principal, when its file is truncated under a worker, or by the reaper: a POSIX
+object that has no name any more (st_nlink is 0: its creator is gone, or will never find it again) and that nothing has
+used for 60 s is retired. Used means that a request ran on it (the workers say so) or that a gateway asked for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from typing import final
+
+from broker.records import Peer, RegionEntry, record
+from broker.registry import Registry
+from shm import regions
+from shm.errors import Code, InferError
+from shm.message_values import Principal, RegionRecord
+
+PRINCIPAL = "principal"  # role of its record
+UNUSED_S = 60.0  # without a name and without use
+LOOK_EVERY_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+@final
+class Principals:
+    """All principals that own something."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._peers: dict[Principal, Peer] = {}
+        self._last = 0
+        self._busy: dict[Principal, int] = {}  # registrations that are under way
+        self._unused_since: dict[int, float] = {}  # by generation, of regions without a name
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    # --- what gateways ask -----------------------------------------------------------------------------------------
+
+    async def register(self, principal: Principal, name: str, key: str, byte_size: int, offset: int) -> RegionEntry:
+        """As `Registry.register_system`, in the principal's name and with its rights. Triton's texts.
+
+        Registering a name again under the same key succeeds when the key leads to another object by now: whoever made
+        the old one is gone or has made it anew, and the old registration is retired.
+        """
+        peer = self._peers.get(principal)
+        if peer is None:
+            self._last -= 1
+            peer = self._peers[principal] = Peer(self._last, 0, principal.uid, PRINCIPAL)
+        self._busy[principal] = self._busy.get(principal, 0) + 1
+        try:
+            await self._retire_dead(peer, name, key, byte_size, offset)
+            return await self._registry.register_system(peer, name, key, byte_size, offset)
+        except InferError as error:
+            raise _in_tritons_words(error) from None
+        finally:
+            self._busy[principal] -= 1
+            if not self._busy[principal]:
+                del self._busy[principal]
+            self._tidy(principal)
+
+    async def unregister(self, principal: Principal, name: str, kind: str) -> None:
+        """`name`, or for "" all of `kind` ("": any kind). What is unknown, or of another kind, is no error."""
+        peer = self._peers.get(principal)
+        if peer is not None:
+            await self._registry.unregister(peer.session, name, kind)
+            self._tidy(principal)
+
+    async def regions(self, principal: Principal) -> list[RegionRecord]:
+        """Sorted by name. Unregistered ones are listed while requests use them, unless the name has a new owner."""
+        peer = self._peers.get(principal)
+        if peer is None:
+            return []
+        await self._registry.catch_up(peer.session)
+        entries = sorted(self._registry.of(peer.session), key=lambda entry: (entry.draining, -entry.generation))
+        rows: dict[str, RegionRecord] = {}
+        for entry in entries:
+            rows.setdefault(entry.name, record(entry))
+        self._tidy(principal)
+        return [rows[name] for name in sorted(rows)]
+
+    def use(self, gateway: Peer, principal: Principal, name: str) -> RegionEntry:
+        """The region in the gateway's own session; its name there is the same every time. Raises NOT_FOUND."""
+        entry = self._registry.find(self._number(principal), name)
+        self._unused_since.pop(entry.generation, None)
+        return self._registry.alias(gateway, entry)
+
+    async def end(self, principal: Principal) -> None:
+        """Its client is gone."""
+        await self.unregister(principal, "", "")
+
+    # --- the reaper ------------------------------------------------------------------------------------------------
+
+    async def keep_reaping(self) -> None:
+        """Look every few seconds, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            try:
+                await self.reap(time.monotonic())
+            except InferError as error:
+                log.warning("a region without a name was retired without its workers' word: %s", error.message)
+            except Exception:  # the next look may go better
+                log.exception("regions without a name could not be looked for")
+
+    async def reap(self, now: float) -> None:
+        """Retire regions whose object has no name and that nothing has used for `UNUSED_S`. `now`: seconds."""
+        entries = [entry for peer in self._peers.values() for entry in self._registry.of(peer.session)]
+        nameless = [
+            entry
+            for entry in entries
+            if entry.kind == "system" and not entry.draining and os.fstat(entry.fd).st_nlink == 0
+        ]
+        known = {entry.generation for entry in nameless}
+        self._unused_since = {key: since for key, since in self._unused_since.items() if key in known}
+        for entry in nameless:
+            if await self._registry.used(entry):
+                self._unused_since[entry.generation] = now
+            elif now - self._unused_since.setdefault(entry.generation, now) >= UNUSED_S and not entry.draining:
+                log.info("region '%s' of uid %d is retired: its shared memory has no name", entry.name, entry.owner_uid)
+                await self._registry.unregister(entry.session, entry.name)
+        for principal in list(self._peers):
+            self._tidy(principal)
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _number(self, principal: Principal) -> int:
+        peer = self._peers.get(principal)
+        return peer.session if peer is not None else 0  # which no session has
+
+    async def _retire_dead(self, peer: Peer, name: str, key: str, byte_size: int, offset: int) -> None:
+        """Make room for `name` if it is registered under the same key, and the key leads elsewhere now."""
+        old = next((e for e in self._registry.of(peer.session) if e.name == name and not e.draining), None)
+        if old is None or old.key.lstrip("/") != key.lstrip("/"):
+            return
+        try:
+            fd, new = regions.open_system(name, key, byte_size, offset, peer.uid)
+        except InferError:
+            return  # nothing that could take its place
+        os.close(fd)
+        if (new.device, new.inode) != (old.device, old.inode):
+            await self._registry.unregister(peer.session, name)
+
+    def _tidy(self, principal: Principal) -> None:
+        """Forget it if it owns nothing."""
+        peer = self._peers.get(principal)
+        if peer is not None and principal not in self._busy and not self._registry.usage(peer.session)[0]:
+            del self._peers[principal]
+
+
+def _in_tritons_words(error: InferError) -> InferError:
+    """Whatever cannot be opened is INTERNAL on KServe's wire, as in Triton; natively, the code tells why."""
+    if error.message.startswith("Unable to open shared memory region"):
+        return InferError(Code.INTERNAL, error.message)
+    return error

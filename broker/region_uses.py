@@ -1,0 +1,49 @@
+"""Regions that one worker has retired and that requests accepted before still use.
+
+Kept by `broker.logical_worker`: the worker's process says in its acknowledgement that a region is in use, and later
+that it is not. What a dead process had taken runs again only where its region is still there, so a death ends all uses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import final
+
+from broker.worker.messages import IN_USE
+
+Identity = tuple[int, int]  # region, generation
+
+
+@final
+class RegionUses:
+    """By (region, generation): a future that is done when no request uses the region any more."""
+
+    __slots__ = ("_last",)
+
+    def __init__(self) -> None:
+        self._last: dict[Identity, asyncio.Future[None]] = {}
+
+    async def retire(self, region: Identity, acknowledged: Awaitable[str]) -> asyncio.Future[None] | None:
+        """Await the acknowledgement; None when it says that the region is idle."""
+        # Before it: what is said right after an acknowledgement may be read in the same turn of the event loop.
+        last = self._last[region] = asyncio.get_running_loop().create_future()
+        try:
+            if await acknowledged == IN_USE:
+                return last
+        except BaseException:
+            self.idle(region)
+            raise
+        self.idle(region)
+        return None
+
+    def idle(self, region: Identity) -> None:
+        """No request uses it any more."""
+        last = self._last.pop(region, None)
+        if last is not None and not last.done():
+            last.set_result(None)
+
+    def died(self) -> None:
+        """The process ended, and with it every use."""
+        for region in list(self._last):
+            self.idle(region)
