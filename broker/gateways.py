@@ -1,9 +1,9 @@
 """Gateway processes: started, watched, replaced; and what they say of their start.
 
-Made by `broker.server`. A gateway is `python -m broker.gateway FD`, a child whose session runs over a socket pair, so
-that only what the broker itself has started can act for principals. A gateway's death costs the requests in it and
-nothing else. At start-up the first gateway decides: what it cannot do (a port that is in use) ends the broker; later
-nothing that happens to a gateway does.
+Made by `broker.server`. A gateway is `python -m broker.gateway SESSION COUNTERS`, a child that inherits both: a session
+over a socket pair, so that only what the broker itself has started can act for principals, and memory for what it
+counts, which outlives it. A gateway's death costs the requests in it and nothing else. At start-up the first gateway
+decides: what it cannot do (a port that is in use) ends the broker; later nothing that happens to a gateway does.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from broker.gateway_flags import listeners
 from broker.records import Peer
 from broker.supervision import BackOff
 from broker.worker_process import describe_exit
+from shm.gateway_counters import GatewayCounters
 from shm.gateway_messages import Exiting, Serving
 from shm.messages import Message
 from shm.sockets import close_all
@@ -102,6 +103,11 @@ class Gateways:
             asyncio.create_task(gateway.keep(), name=f"gateway {gateway.options.index}") for gateway in self._gateways
         ]
 
+    @property
+    def counters(self) -> list[GatewayCounters]:
+        """What each gateway has counted, over all its processes."""
+        return [gateway.counters for gateway in self._gateways]
+
     async def serving(self) -> tuple[str, ...]:
         """What the first gateway says when it listens: lines for the log. Raises CannotServe."""
         if not self._gateways:
@@ -159,6 +165,7 @@ class _Gateway:
         "_sessions",
         "_starts",
         "_welcome",
+        "counters",
         "first",
         "options",
         "restarts",
@@ -167,6 +174,7 @@ class _Gateway:
     def __init__(self, options: GatewayOptions, sessions: Sessions, entry: str) -> None:
         self.options = options
         self.restarts = 0
+        self.counters = GatewayCounters.create()
         self.first: asyncio.Future[tuple[str, ...]] = asyncio.get_running_loop().create_future()
         self.first.add_done_callback(lambda future: future.cancelled() or future.exception())  # may not be awaited
         self._sessions = sessions
@@ -249,9 +257,9 @@ class _Gateway:
         options = _in_memory(msgspec.json.encode(self.options))
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", self._entry, str(theirs.fileno())],
+                [sys.executable, "-P", "-m", self._entry, str(theirs.fileno()), str(self.counters.fd)],
                 stdin=options,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), self.counters.fd),
                 start_new_session=True,  # Ctrl-C reaches the broker alone
             )
         except BaseException:

@@ -1,7 +1,7 @@
 """The one access policy: Triton's restricted APIs, for every front end and every way a request can be spelled.
 
-Front ends look a request's category up here by what it does, never by its path, and call `Access.check` before they do
-anything else with it; `broker.gateway.service` passes `Service.check` on to it. Settings: --http-restricted-api and
+A front end knows the category of a request by the handler that will answer it, never by how its path is spelled, and
+asks `Service.check`, which is `Access.check`, before it looks at anything else of it. Settings: --http-restricted-api and
 --grpc-restricted-protocol.
 """
 
