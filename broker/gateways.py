@@ -22,13 +22,13 @@ from typing import Protocol, final
 
 import msgspec
 
-from broker.gateway.options import GatewayOptions
+from broker.gateway.options import GatewayOptions, LogOptions
 from broker.gateway_flags import listeners
 from broker.records import Peer
 from broker.supervision import BackOff
 from broker.worker_process import describe_exit
 from shm.gateway_counters import GatewayCounters
-from shm.gateway_messages import Exiting, Serving
+from shm.gateway_messages import Exiting, Serving, Settings
 from shm.messages import Message
 from shm.sockets import close_all
 
@@ -105,8 +105,8 @@ class Gateways:
 
     @property
     def counters(self) -> list[GatewayCounters]:
-        """What each gateway has counted, over all its processes."""
-        return [gateway.counters for gateway in self._gateways]
+        """What each gateway has counted, over all its processes; none before the start and after the end."""
+        return [gateway.counters for gateway in self._gateways if gateway.counters is not None]
 
     async def serving(self) -> tuple[str, ...]:
         """What the first gateway says when it listens: lines for the log. Raises CannotServe."""
@@ -124,6 +124,11 @@ class Gateways:
         for gateway in self._gateways:
             if gateway.pid == peer.pid:
                 gateway.told(message)
+
+    def log(self, options: LogOptions) -> None:
+        """What they log from now on."""
+        for gateway in self._gateways:
+            gateway.log(options)
 
     def rows(self) -> list[dict[str, object]]:
         """For the status document."""
@@ -148,6 +153,8 @@ class Gateways:
             for gateway in self._gateways:
                 gateway.kill("did not end with its session")
             await self.ended(LINGER_S)
+        for gateway in self._gateways:
+            gateway.close()
 
 
 @final
@@ -174,7 +181,7 @@ class _Gateway:
     def __init__(self, options: GatewayOptions, sessions: Sessions, entry: str) -> None:
         self.options = options
         self.restarts = 0
-        self.counters = GatewayCounters.create()
+        self.counters: GatewayCounters | None = None
         self.first: asyncio.Future[tuple[str, ...]] = asyncio.get_running_loop().create_future()
         self.first.add_done_callback(lambda future: future.cancelled() or future.exception())  # may not be awaited
         self._sessions = sessions
@@ -255,11 +262,12 @@ class _Gateway:
     def _spawn(self) -> tuple[subprocess.Popen[bytes], int]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         options = _in_memory(msgspec.json.encode(self.options))
+        counters = self._counted()
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", self._entry, str(theirs.fileno()), str(self.counters.fd)],
+                [sys.executable, "-P", "-m", self._entry, str(theirs.fileno()), str(counters)],
                 stdin=options,
-                pass_fds=(theirs.fileno(), self.counters.fd),
+                pass_fds=(theirs.fileno(), counters),
                 start_new_session=True,  # Ctrl-C reaches the broker alone
             )
         except BaseException:
@@ -301,6 +309,12 @@ class _Gateway:
         else:
             self.first.set_result(message.lines)
 
+    def log(self, options: LogOptions) -> None:
+        """What it logs from now on, and its successors."""
+        self.options = msgspec.structs.replace(self.options, log=options)
+        if self._session is not None:
+            self._session.send(Settings(settings=msgspec.to_builtins(options)))
+
     def exiting(self) -> None:
         """It is not replaced any more."""
         self._exiting.set()
@@ -317,6 +331,17 @@ class _Gateway:
         if self._process is not None:
             self._kill_reason = reason
             self._process.send_signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Give back what outlives processes: there is none any more, and there will be none."""
+        if self.counters is not None:
+            self.counters.close()
+            self.counters = None
+
+    def _counted(self) -> int:
+        if self.counters is None:
+            self.counters = GatewayCounters.create()
+        return self.counters.fd
 
     def _fail(self, reason: str) -> None:
         if not self.first.done():

@@ -6,6 +6,7 @@ writer. Counters sent in messages would lose what was counted since the last one
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any, final
 
@@ -32,6 +33,12 @@ class GatewayCounters:
     def create(cls) -> GatewayCounters:
         """All zero."""
         return cls(sealed_memfd("tensorbroker-gateway-counters", PAGE))
+
+    def close(self) -> None:
+        """Unmap and close. Nobody counts or asks any more."""
+        self._words.release()
+        self._memory.close()
+        os.close(self.fd)
 
     def count(self, transport: str, ns: int, failed: bool) -> None:
         """One inference request has ended, `ns` after the front end had decoded it. Of the gateway's one thread."""
