@@ -21,7 +21,7 @@ from typing import Protocol, final
 from broker.quota import Quota
 from broker.records import ChannelRecord, Peer
 from shm.errors import Code, InferError
-from shm.layout import Geometry
+from shm.layout import DONE, LEDGER_CTAIL, MARK, Geometry
 from shm.memory import sealed_memfd
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class Channels:
         self._quota = quota
         self._open: dict[int, tuple[ChannelRecord, ChannelWorker, Peer]] = {}
         self._numbers = itertools.count(1)
+        self._completed: Counter[str] = Counter()  # by role, of channels that are closed
 
     def of(self, session: int) -> list[ChannelRecord]:
         """The channels of one session."""
@@ -63,6 +64,23 @@ class Channels:
     def session_of(self, channel: int) -> int | None:
         """Whose channel it is, None when it is closed by now."""
         return self._open[channel][0].session if channel in self._open else None
+
+    def completed(self) -> Counter[str]:
+        """Requests that have ended on channels, of sessions that are gone too, by the role of their session."""
+        total = self._completed.copy()
+        for record, _, peer in self._open.values():
+            total[peer.role] += _completed(record)
+        return total
+
+    def under_way(self) -> Counter[int]:
+        """Requests of each session that workers have taken and not ended: queued and running ones."""
+        total: Counter[int] = Counter()
+        for record, _, _ in self._open.values():
+            states = os.pread(record.ledger, 8 * record.slots, 8 * MARK)[
+                ::8
+            ]  # little-endian: the low byte is the state
+            total[record.session] += sum(states.count(state) for state in range(1, DONE))
+        return total
 
     async def open(self, peer: Peer, worker_key: str, slots: int) -> tuple[ChannelRecord, int]:
         """A new channel between `peer` and a worker, and the read end of its pipe, which the caller sends and closes.
@@ -123,6 +141,12 @@ class Channels:
             await worker.detach_channel(channel)
         finally:
             if self._open.pop(channel, None):
+                self._completed[peer.role] += _completed(record)
                 record.close()
                 geometry = Geometry(record.slots)
                 self._quota.give(peer.uid, geometry.channel_bytes + geometry.ledger_bytes)
+
+
+def _completed(record: ChannelRecord) -> int:
+    # Read, not mapped: a channel's memory is mapped by the coroner alone.
+    return int.from_bytes(os.pread(record.ledger, 8, 8 * LEDGER_CTAIL), "little")

@@ -1,0 +1,139 @@
+"""The document behind GetMetrics: every number of the broker's that /metrics shows, without the names it has there.
+
+Made on request from the parts that own the facts, for gateways (`broker.gateway.metrics` gives the names). Durations
+are in nanoseconds, histograms are counts up to each bound of `shm.statistics.BOUNDS_NS` and one above, counters never
+go back while the broker runs.
+
+    models      model_stats, and: latency, failures by Triton's reason, load_s (how long the latest load took)
+    transports  native, http, grpc, zmq → requests, and for gateways' ones: failed, ns, latency
+    regions     kind → count, byte_size               region_limit  bytes, --region-memory
+    clients     session → requests under way          sessions      how many are open
+    workers     key → restarts, lost_wakeups, requests, refused, recovered, in_flight
+    gateways    index → restarts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sized
+from itertools import islice
+from typing import Any, Protocol, final
+
+from broker.channels import Channels
+from broker.records import CLIENT
+from broker.registry import Registry
+from broker.statistics_blocks import StatisticsBlocks
+from shm.gateway_counters import GatewayCounters, totals
+from shm.statistics import IN_FLIGHT, LOST_WAKEUPS, RECOVERED, REFUSED, TAKEN
+
+MAX_CLIENTS = 1000  # shown one by one
+_WORKER_WORDS = {
+    "lost_wakeups": LOST_WAKEUPS,
+    "requests": TAKEN,
+    "refused": REFUSED,
+    "recovered": RECOVERED,
+    "in_flight": IN_FLIGHT,
+}
+
+
+class Models(Protocol):
+    """What is asked of the models."""
+
+    def statistics(self) -> list[dict[str, Any]]:
+        """`model_stats` of every version that is ready."""
+
+    def load_seconds(self, model: str, version: int) -> float:
+        """How long its latest successful load took."""
+
+
+class Worker(Protocol):
+    """What is asked of a worker."""
+
+    key: str
+    restarts: int
+
+
+class Gateways(Protocol):
+    """What is asked of the gateways."""
+
+    @property
+    def counters(self) -> list[GatewayCounters]:
+        """One per gateway, whatever becomes of its processes."""
+
+    def rows(self) -> list[dict[str, object]]:
+        """One per gateway: `index`, `restarts`."""
+
+
+@final
+class MetricsDocument:
+    """Call it for a fresh document: plain data that msgpack can carry."""
+
+    def __init__(
+        self,
+        *,
+        models: Models,
+        blocks: StatisticsBlocks,
+        workers: Iterable[Worker],
+        registry: Registry,
+        channels: Channels,
+        sessions: Sized,
+        gateways: Gateways,
+        worker_block: Callable[[str], memoryview],
+    ) -> None:
+        """`worker_block` gives the words of a worker's own block in the statistics page."""
+        self._models = models
+        self._blocks = blocks
+        self._workers = workers
+        self._registry = registry
+        self._channels = channels
+        self._sessions = sessions
+        self._gateways = gateways
+        self._worker_block = worker_block
+
+    def __call__(self) -> dict[str, Any]:
+        """The document of this moment."""
+        return {
+            "models": [self._model(row) for row in self._models.statistics()],
+            "transports": self._transports(),
+            "regions": self._regions(),
+            "region_limit": self._registry.quota.limit,
+            "clients": {str(session): count for session, count in islice(self._depths(), MAX_CLIENTS)},
+            "sessions": len(self._sessions),
+            "workers": {worker.key: self._worker(worker) for worker in self._workers},
+            "gateways": {str(row["index"]): {"restarts": row["restarts"]} for row in self._gateways.rows()},
+        }
+
+    def _model(self, row: dict[str, Any]) -> dict[str, Any]:
+        name, version = row["name"], int(row["version"])
+        distribution = self._blocks.distribution(name, version)
+        failed = row["inference_stats"]["fail"]["count"]
+        return {
+            **row,
+            "latency": distribution["latency"],
+            "failures": {
+                "REJECTED": row["expired"],  # refused while it was queued
+                "CANCELED": row["cancelled"],
+                "BACKEND": failed - distribution["refused_early"],
+                "OTHER": distribution["refused_early"],
+            },
+            "load_s": self._models.load_seconds(name, version),
+        }
+
+    def _transports(self) -> dict[str, dict[str, Any]]:
+        native = {"requests": self._channels.completed()[CLIENT]}
+        return {"native": native, **totals(self._gateways.counters)}
+
+    def _regions(self) -> dict[str, dict[str, int]]:
+        kinds: dict[str, dict[str, int]] = {kind: {"count": 0, "byte_size": 0} for kind in ("pool", "system")}
+        for entry in self._registry:
+            if entry.source is None:  # what was opened by a token is its owner's memory
+                kind = kinds.setdefault(entry.kind, {"count": 0, "byte_size": 0})
+                kind["count"] += 1
+                kind["byte_size"] += entry.byte_size
+        return kinds
+
+    def _depths(self) -> Iterator[tuple[int, int]]:
+        yield from sorted(self._channels.under_way().items())
+
+    def _worker(self, worker: Worker) -> dict[str, int]:
+        words = self._worker_block(worker.key)
+        return {"restarts": worker.restarts, **{name: words[word] for name, word in _WORKER_WORDS.items()}}
