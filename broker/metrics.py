@@ -14,7 +14,7 @@ go back while the broker runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from itertools import islice
 from typing import Any, Protocol, final
 
@@ -77,9 +77,7 @@ class MetricsDocument:
         channels: Channels,
         sessions: Sized,
         gateways: Gateways,
-        worker_block: Callable[[str], memoryview],
     ) -> None:
-        """`worker_block` gives the words of a worker's own block in the statistics page."""
         self._models = models
         self._blocks = blocks
         self._workers = workers
@@ -87,7 +85,6 @@ class MetricsDocument:
         self._channels = channels
         self._sessions = sessions
         self._gateways = gateways
-        self._worker_block = worker_block
 
     def __call__(self) -> dict[str, Any]:
         """The document of this moment."""
@@ -135,5 +132,5 @@ class MetricsDocument:
         yield from sorted(self._channels.under_way().items())
 
     def _worker(self, worker: Worker) -> dict[str, int]:
-        words = self._worker_block(worker.key)
+        words = self._blocks.of_worker(worker.key)
         return {"restarts": worker.restarts, **{name: words[word] for name, word in _WORKER_WORDS.items()}}

@@ -77,6 +77,10 @@ class StatisticsBlocks:
             blocks.append(block)
         return tuple(blocks[:count])
 
+    def of_worker(self, key: str) -> memoryview:
+        """The words of a worker's own block."""
+        return self.page.block(self.take((key, 0), 1)[0])
+
     def give_back(self, owner: Owner) -> list[int]:
         """Forget an owner and its counters. Returns the blocks that are free now."""
         blocks = [block for held in self._blocks.pop(owner, {}).values() for block in held]
