@@ -24,8 +24,10 @@ from msgspec.structs import replace
 from broker import logs, process_setup
 from broker.channels import Channels
 from broker.control import Control
+from broker.gateway.options import LogOptions
 from broker.gateways import CannotServe, Gateways, check_ports
 from broker.listener import Sessions
+from broker.metrics import MetricsDocument
 from broker.models import UNAVAILABLE, Models
 from broker.options import Options, region_memory_bytes
 from broker.plans import Plans
@@ -34,6 +36,7 @@ from broker.registry import Registry
 from broker.repository.protocol import LoadRequest
 from broker.repository.scan import misplaced, unreadable
 from broker.run_directory import RunDirectory, RunDirectoryError
+from broker.settings import LogState, TraceState
 from broker.startup_tables import backend_table, option_table
 from broker.statistics_blocks import StatisticsBlocks
 from broker.status import StatusDocument
@@ -62,12 +65,6 @@ class Server:
         self._stop = asyncio.Event()
         version = distribution_version("tensorbroker")
         epoch = secrets.token_hex(8)
-        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # a worker's limit as well
-        quota = Quota(
-            region_memory_bytes(options.region_memory, memory_limit()),
-            max_regions=min(MAX_REGIONS, descriptors // 2),
-            max_descriptors=descriptors // 2,  # sessions and channels need some too
-        )
         blocks = StatisticsBlocks(StatisticsPage.create())
         self._workers = Workers(blocks, model_load_deaths=options.model_load_deaths)
         self._models = Models(
@@ -80,6 +77,7 @@ class Server:
             control_mode=options.model_control_mode,
             startup_models=options.load_model,
         )
+        quota = _quota(options)
         self._registry = Registry(quota)
         plans = Plans(self._models, self._registry)
         self._channels = Channels(self._workers.of, quota)
@@ -92,7 +90,7 @@ class Server:
             registry=self._registry,
             plans=plans,
             channels=self._channels,
-            worker_block=lambda key: blocks.page.block(blocks.take((key, 0), 1)[0]),
+            worker_block=blocks.of_worker,
         )
         self._control = Control(
             models=self._models,
@@ -102,15 +100,31 @@ class Server:
             status=status,
             epoch=epoch,
             version=version,
+            strict_readiness=options.strict_readiness,
+            log_state=LogState(options.log, self._log),
+            trace_state=TraceState(*options.trace),
         )
         self._sessions = status.sessions = Sessions(self._control)
         self._workers.plans = plans
         self._workers.on_channel_broken = self._channel_broken
         self._gateways = Gateways(replace(options.gateway, directory=run.path, broker_uid=os.getuid()), self._sessions)
+        status.gateways = self._gateways.rows
         self._control.on_serving = self._gateways.on_serving
+        self._control.metrics = self._metrics(blocks)
         self._version = version
         self._truncations = Truncations()
         self._workers.on_region_shrunk = self._region_shrunk
+
+    def _metrics(self, blocks: StatisticsBlocks) -> MetricsDocument:
+        return MetricsDocument(
+            models=self._models,
+            blocks=blocks,
+            workers=self._workers,
+            registry=self._registry,
+            channels=self._channels,
+            sessions=self._sessions,
+            gateways=self._gateways,
+        )
 
     async def run(self) -> int:
         """Serve until told to stop. Returns the exit status."""
@@ -228,6 +242,10 @@ class Server:
             os._exit(1)
         self._stop.set()
 
+    def _log(self, options: LogOptions) -> None:
+        logs.set_up(options)
+        self._gateways.log(options)
+
     def _channel_broken(self, channel: int, reason: str) -> None:
         session = self._sessions.get(self._channels.session_of(channel))
         if session is not None:
@@ -245,6 +263,15 @@ class Server:
             )
             log.error("session %d is hung up: %s", entry.session, reason)
             session.hang_up(reason)
+
+
+def _quota(options: Options) -> Quota:
+    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # a worker's limit as well
+    return Quota(
+        region_memory_bytes(options.region_memory, memory_limit()),
+        max_regions=min(MAX_REGIONS, descriptors // 2),
+        max_descriptors=descriptors // 2,  # sessions and channels need some too
+    )
 
 
 async def _reap_orphans() -> None:
