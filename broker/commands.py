@@ -120,7 +120,7 @@ def human(document: dict[str, Any]) -> str:
         f"protocol errors {counters['protocol_errors']}",
     ]
     for title, columns in _TABLES.items():
-        rows = document[title]
+        rows = document.get(title)  # a broker of an older version has fewer
         if rows:
             lines += [
                 "",
@@ -131,6 +131,7 @@ def human(document: dict[str, Any]) -> str:
 
 _TABLES = {
     "workers": ("key", "state", "pid", "restarts", "in_flight", "requests", "lost_wakeups", "last_death"),
+    "gateways": ("index", "state", "pid", "restarts"),
     "models": ("name", "version", "state", "pending", "success", "fail", "workers", "reason"),
     "sessions": ("id", "pid", "uid", "regions", "region_bytes", "channels", "plans"),
     "regions": ("name", "kind", "byte_size", "generation", "session", "owner_pid", "state"),

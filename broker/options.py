@@ -18,6 +18,7 @@ from broker.flags import Given, UsageError, boolean, integer
 from broker.gateway.options import GatewayOptions, LogOptions
 from broker.gateway_flags import EFFECTIVE as GATEWAY_FLAGS
 from broker.gateway_flags import gateway_options
+from broker.trace_flags import TraceOptions, trace_options
 from broker.triton_flags import BOOLEAN, REPEATED, SINGLE
 
 EFFECTIVE = GATEWAY_FLAGS | frozenset(
@@ -61,6 +62,7 @@ class Options:
     strict_readiness: bool
     log: LogOptions
     gateway: GatewayOptions
+    trace: TraceOptions
     triton: dict[str, tuple[str, ...]]
 
     @property
@@ -105,6 +107,7 @@ def parse_serve(arguments: Sequence[str]) -> Options:
         strict_readiness=given.flag("strict-readiness", True),
         log=log,
         gateway=replace(gateway_options(given), log=log),
+        trace=trace_options(given),
         triton={name: values for name, values in given.items() if name in BOOLEAN | REPEATED | SINGLE},
     )
 

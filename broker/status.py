@@ -67,12 +67,14 @@ class StatusDocument:
         self._channels = channels
         self._worker_block = worker_block
         self.sessions: Sessions | None = None  # set once they exist: they answer with this document
+        self.gateways: Callable[[], list[dict[str, object]]] = list  # likewise
 
     def __call__(self) -> dict[str, Any]:
         """The document of this moment."""
         return {
             "broker": {**self._broker, "uptime_s": round(time.monotonic() - self._started, 3)},
             "workers": [self._worker(worker) for worker in self._workers],
+            "gateways": self.gateways(),
             "models": [self._model(model) for model in self._models.all()],
             "sessions": self._sessions(),
             "regions": [self._region(entry) for entry in islice(self._registry, ROWS)],

@@ -21,7 +21,7 @@ Client → broker (reply):
 Gateway → broker, on behalf of a principal (reply):
     RegisterFor → RegionInfo UnregisterFor, EndPrincipal → Done    ListFor → Regions
     UseRegion → RegionInfo + 1 fd                Serving → Done
-Broker → client, unasked (id 0): Starting, Goodbye, Exiting.
+Broker → client, unasked (id 0): Starting, Goodbye; to gateways: Exiting, Settings (of the log, when they have changed).
 A reply larger than 64 KiB is sent as `Large` + 1 fd: a memfd that holds the encoded reply.
 """
 

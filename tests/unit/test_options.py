@@ -42,6 +42,8 @@ VALUES = {
     "grpc-restricted-protocol": "health:admin=1",
     "grpc-infer-response-compression-level": "low",
     "metrics-config": "summary_latencies=true",
+    "trace-config": "level=TIMESTAMPS",
+    "trace-level": "OFF",
 }
 
 
@@ -82,6 +84,10 @@ def test_flags_without_effect_are_named_once_each():
         (["--load-model=m"], "Error: Use of '--load-model' requires setting '--model-control-mode=explicit' as well."),
         (["--http-max-input-size=0"], "Error: --http-max-input-size must be greater than 0."),
         (["--exit-timeout-secs=99999999999"], "invalid value for --exit-timeout-secs: 99999999999"),
+        (["--trace-config=,rate=1"], "No trace mode specified. --trace-config option format is <trace mode>,"),
+        (["--trace-config=rate"], "--trace-config option format is '<trace mode>,<setting>=<value>'. Got rate"),
+        (["--trace-config=jaeger,url=x"], "invalid value for trace mode option: jaeger. Available options are"),
+        (["--trace-level=some"], "invalid value for trace level option: some"),
         (["--exit-timeout-secs=soon"], "invalid value for --exit-timeout-secs: soon"),
         (["--log-format=xml"], "invalid argument for --log-format, got: xml"),
         (["--model-control-mode=magic"], "invalid argument for --model-control-mode: magic"),
@@ -114,6 +120,16 @@ def test_settings_that_reach_the_loader():
 @pytest.mark.parametrize(("given", "level"), [("3", 3), ("true", 1), ("False", 0)])
 def test_log_verbose_is_a_number_or_a_bool(given, level):
     assert parse_serve([REPOSITORY, f"--log-verbose={given}"]).log.log_verbose_level == level
+
+
+def test_trace_settings_at_start():
+    assert parse_serve([REPOSITORY]).trace == ("", {})
+    flags = ("--trace-file=/old", "--trace-rate=7", "--trace-level=min", "--trace-config=mode=triton")
+    newer = ("--trace-config=triton,file=/t.json", "--trace-config=rate=1", "--trace-config=level=TENSORS")
+    file, settings = parse_serve([REPOSITORY, *flags, *newer, "--trace-config=triton,log-frequency=5"]).trace
+    assert file == "/t.json"
+    assert settings == {"trace_rate": "1", "trace_level": ["TIMESTAMPS", "TENSORS"], "log_frequency": "5"}
+    assert parse_serve([REPOSITORY, "--trace-level=max", "--trace-level=off"]).trace[1] == {"trace_level": ["OFF"]}
 
 
 def test_explicit_control():

@@ -1,0 +1,83 @@
+"""The trace flags of tritonserver: what the trace settings are at start. Used by `broker.options`.
+
+Nothing is traced yet: the settings are what clients read back.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from broker.flags import Given, UsageError, integer
+
+_LEVELS = {
+    **dict.fromkeys(("false", "off"), "OFF"),
+    **dict.fromkeys(("true", "on", "min", "max", "timestamps"), "TIMESTAMPS"),
+    "tensors": "TENSORS",
+}
+_FORMAT = "--trace-config option format is '<trace mode>,<setting>=<value>'. Got "
+
+
+class TraceOptions(NamedTuple):
+    """`settings` are those that were given, by the name that they have in Triton's trace API."""
+
+    file: str
+    settings: dict[str, str | list[str]]
+
+
+def trace_options(given: Given) -> TraceOptions:
+    """From the deprecated flags and --trace-config, which wins. Raises UsageError."""
+    file = given.text("trace-file", "")
+    levels = [_level(text) for text in given.all("trace-level")]
+    numbers = {
+        name: str(given.integer(flag, 0))
+        for flag, name in (
+            ("trace-rate", "trace_rate"),
+            ("trace-count", "trace_count"),
+            ("trace-log-frequency", "log_frequency"),
+        )
+        if flag in given
+    }
+    for argument in given.all("trace-config"):
+        mode, name, value = _parse(argument)
+        if (mode, name) == ("triton", "file"):
+            file = value
+        elif (mode, name) == ("triton", "log-frequency"):
+            numbers["log_frequency"] = str(integer("trace-config", value))
+        elif mode == "" and name in ("rate", "count"):
+            numbers[f"trace_{name}"] = str(integer("trace-config", value))
+        elif mode == "" and name == "level":
+            levels.append(_level(value))
+        elif mode == "" and name == "mode":
+            _mode(value)
+    settings: dict[str, str | list[str]] = {**numbers}
+    if levels:
+        settings["trace_level"] = ["OFF"] if "OFF" in levels else sorted(set(levels), reverse=True)  # Triton's order
+    return TraceOptions(file, settings)
+
+
+def _parse(argument: str) -> tuple[str, str, str]:
+    """`[mode,]setting=value`."""
+    before, _, value = argument.partition("=")
+    mode, comma, name = before.rpartition(",")
+    if comma and not mode:
+        raise UsageError(
+            "No trace mode specified. --trace-config option format is <trace mode>,<setting>=<value> or "
+            f"<setting>=<value>. Got {argument}"
+        )
+    if not name or not value:
+        raise UsageError(f"{_FORMAT}{argument}")
+    return _mode(mode) if mode else "", name, value
+
+
+def _mode(text: str) -> str:
+    if text.lower() not in ("triton", "opentelemetry"):
+        raise UsageError(
+            f'invalid value for trace mode option: {text}. Available options are "triton" and "opentelemetry"'
+        )
+    return text.lower()
+
+
+def _level(text: str) -> str:
+    if text.lower() not in _LEVELS:
+        raise UsageError(f"invalid value for trace level option: {text}")
+    return _LEVELS[text.lower()]
