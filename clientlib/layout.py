@@ -323,6 +323,8 @@ def sketch(recipe: Recipe, model: ModelMetadata) -> Sketch:
 
 
 def _wanted(recipe: Recipe, model: ModelMetadata) -> dict[str, TensorRef | None]:
+    if recipe.raw and isinstance(recipe.outputs, dict):
+        return recipe.outputs  # these and no others
     if recipe.outputs is None or isinstance(recipe.outputs, dict):
         return {**dict.fromkeys(tensor.name for tensor in model.outputs), **(recipe.outputs or {})}
     return dict.fromkeys(recipe.outputs)

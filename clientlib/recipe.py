@@ -51,7 +51,8 @@ class Recipe:
     """A prepared request before it has a place. `rooms` grows when a result turns out larger than was reserved.
 
     `raw`: arrays are bytes in KServe's encoding, 1-D uint8, both the inputs' values and the results, whose shapes are
-    in `InferResult.shapes`. Memory that the caller placed is not looked at: such outputs have a shape only.
+    in `InferResult.shapes`. Memory that the caller placed is not looked at: such outputs have a shape only. A
+    mapping of outputs has all that are wanted; without `raw` the model's others come beside them.
     """
 
     model: str

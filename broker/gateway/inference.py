@@ -1,0 +1,314 @@
+"""From a request to its answer: resolve what it names, find or prepare its plan, run it, build the response.
+
+The hot path is a look into two caches (regions, plans) and one submission: a request of a kind that was seen before
+asks the broker nothing. Used by `broker.gateway.service`, on one event loop.
+
+Outputs in a region are written by the model itself (`Entry.direct`). While a live request writes the same range, as
+load generators do that use one output region for all their requests, a request runs with results in the gateway's own
+memory, and they are written to the region when it is free: no request is refused, and every answer is whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Hashable, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple, final
+
+import numpy as np
+
+from broker.gateway.classification import classify
+from broker.gateway.kserve import Caller, InferRequest, InferResponse, InputTensor, OutputTensor, RequestedOutput
+from broker.gateway.plan_cache import Entry, PlanCache, check_room, prepare
+from broker.gateway.regions import Alias, RegionCache, check_range
+from clientlib.async_client import AsyncClient
+from clientlib.layout import PlanOutdated, RangeInUse
+from clientlib.plans import MAX_PRIORITY, MAX_SEQUENCE_ID, deadline_ns_of, remaining_s
+from clientlib.results import InferResult
+from shm.errors import Code, InferError
+from shm.message_values import ModelMetadata
+from shm.messages import GetModel, Models
+
+LATEST_S: Final = 1.0  # how long "the latest version" is taken for known: other gateways load models too
+EXPIRED: Final = "Request timeout expired"
+UNKNOWN_ID: Final = "<id_unknown>"
+NO_SEQUENCE: Final = (0, False, False)
+# What a request is told whose plan names something that is not there any more. It has not run.
+_GONE: Final = re.compile(
+    r"Unable to find shared memory region|the request names a plan that is not bound|the plan was released|"
+    r"this plan was released|the model is not loaded"
+)
+_LOOKUP: Final = re.compile(r"Request for unknown model|failed to get model version")
+_TOO_SMALL: Final = "shared memory size specified with the request for output"
+# What the worker says of strings, which knows no model's name.
+_STRINGS: Final = re.compile(r"(string (?:elements(?: \d+)?|data|length indicator) for inference input '.*?')(?=, )")
+
+
+class _Resolved(NamedTuple):
+    """What a request names: `version` is a number, `aliases` are by the principal's names."""
+
+    version: str
+    model: ModelMetadata | None  # if it had to be asked for
+    aliases: Mapping[str, Alias]
+    key: Hashable
+
+
+@final
+class Inference:
+    """Runs requests. `copied_bytes`: what was copied here beside inputs, by reason."""
+
+    def __init__(self, client: AsyncClient, regions: RegionCache, plans: PlanCache | None = None) -> None:
+        self._client = client
+        self._regions = regions
+        self.plans = PlanCache() if plans is None else plans
+        self.copied_bytes: Counter[str] = Counter()
+        self._latest: dict[str, tuple[str, float]] = {}  # version and when it was heard, by model
+        self._looking: dict[str, asyncio.Task[None]] = {}
+
+    async def infer(self, request: InferRequest, caller: Caller) -> InferResponse:
+        """Run one request. Raises InferError with Triton's texts; all but those of lookups name the request's id."""
+        deadline_ns = deadline_ns_of(request.timeout_us / 1e6) if request.timeout_us > 0 else 0
+        resolved = await self._resolve(request, caller)
+        try:
+            return await self._run(request, resolved, deadline_ns)
+        except InferError as error:
+            if not _is_gone(error):
+                raise _told(error, request, resolved.aliases.values()) from None
+        self._forget(request.model, resolved.aliases.values())
+        resolved = await self._resolve(request, caller)
+        try:
+            return await self._run(request, resolved, deadline_ns)
+        except InferError as error:
+            raise _told(error, request, resolved.aliases.values()) from None
+
+    async def metadata(self, model: str, version: str) -> ModelMetadata:
+        """One model version, "" for the latest. Raises InferError with Triton's lookup texts."""
+        reply, _ = await self._client.call(GetModel(model=model, version=version))
+        assert isinstance(reply, Models)
+        (found,) = reply.models
+        if not version:
+            self._latest[model] = found.version, time.monotonic()
+        return found
+
+    def forget_latest(self, model: str) -> None:
+        """It was loaded or unloaded here."""
+        self._latest.pop(model, None)
+
+    # --- what a request names --------------------------------------------------------------------------------------
+
+    async def _resolve(self, request: InferRequest, caller: Caller) -> _Resolved:
+        version = request.version or self._latest_version(request.model)
+        model = None
+        if not version:
+            model = await self.metadata(request.model, "")
+            version = model.version
+        aliases: dict[str, Alias] = {}
+        for tensor in request.inputs:
+            if tensor.region:
+                await self._open(tensor, caller, aliases)
+        for output in request.outputs or ():
+            if output.region:
+                await self._open(output, caller, aliases)
+        return _Resolved(version, model, aliases, _key(request, version, aliases))
+
+    async def _open(self, tensor: InputTensor | RequestedOutput, caller: Caller, aliases: dict[str, Alias]) -> None:
+        name = tensor.region
+        alias = aliases.get(name)
+        if alias is None:
+            principal = caller.principal
+            alias = self._regions.find(principal, name) if principal is not None else None
+            alias = aliases[name] = alias or await self._regions.open(caller, name)
+        check_range(name, alias.region.byte_size, tensor.offset, tensor.byte_size)
+
+    def _latest_version(self, model: str) -> str:
+        """The version that "" means, "" when that is not known. When a look is due it is taken beside."""
+        known = self._latest.get(model)
+        if known is None:
+            return ""
+        version, heard = known
+        if time.monotonic() - heard > LATEST_S and model not in self._looking:
+            self._looking[model] = asyncio.get_running_loop().create_task(self._look(model))
+        return version
+
+    async def _look(self, model: str) -> None:
+        try:
+            await self.metadata(model, "")
+        except InferError:
+            self.forget_latest(model)  # the next request is told why
+        finally:
+            del self._looking[model]
+
+    def _forget(self, model: str, aliases: Iterable[Alias]) -> None:
+        self.forget_latest(model)
+        for alias in aliases:
+            self._regions.forget(alias)
+
+    # --- plans -----------------------------------------------------------------------------------------------------
+
+    async def _run(self, request: InferRequest, resolved: _Resolved, deadline_ns: int) -> InferResponse:
+        key = resolved.key
+        entry = self.plans.find(key) or await self._prepare(key, request, resolved, deadline_ns)
+        try:
+            if not entry.targets:
+                return _response(entry, request, await _submit(entry, request, deadline_ns))
+            if entry.direct:
+                result = await _run_direct(entry, request, deadline_ns)
+                if result is not None:
+                    return _response(entry, request, result)
+                key = ("copy", key)
+                entry = self.plans.find(key) or await self._prepare(key, request, resolved, deadline_ns, direct=False)
+            return await self._run_and_copy(entry, request, deadline_ns)
+        except InferError as error:
+            if _is_gone(error):
+                self.plans.drop(key, entry)
+            raise
+
+    async def _prepare(
+        self, key: Hashable, request: InferRequest, resolved: _Resolved, deadline_ns: int, *, direct: bool = True
+    ) -> Entry:
+        """The plan of a kind of request that was not seen lately."""
+
+        async def make() -> Entry:
+            model = resolved.model or await self.metadata(request.model, resolved.version)
+            return await prepare(self._client, model, request, resolved.aliases, direct=direct)
+
+        async with _until(deadline_ns):
+            return await self.plans.get(key, make)
+
+    async def _run_and_copy(self, entry: Entry, request: InferRequest, deadline_ns: int) -> InferResponse:
+        """Results in memory of the gateway's own; then, whole, in the regions."""
+        # Before it runs: a region that is unregistered meanwhile still gets what was asked for before.
+        writers = {name: await self._regions.writer(target.alias) for name, target in entry.targets.items()}
+        result = await _submit(entry, request, deadline_ns)
+        for name, target in entry.targets.items():
+            check_room(name, target, result[name].nbytes)
+        async with _until(deadline_ns):
+            await _take(entry.turns)
+        try:
+            for name, target in entry.targets.items():
+                writers[name].write(target.alias, target.offset, result[name].data)
+                self.copied_bytes["shared_output"] += result[name].nbytes
+        finally:
+            _give_back(entry.turns)
+        return _response(entry, request, result)
+
+
+# --- running --------------------------------------------------------------------------------------------------------
+
+
+async def _run_direct(entry: Entry, request: InferRequest, deadline_ns: int) -> InferResult | None:
+    """The model writes to the regions. None, and nothing has run, when another request is doing so."""
+    turns = entry.turns
+    for turn in turns:
+        if turn.locked():
+            return None
+    await _take(turns)
+    try:
+        return await _submit(entry, request, deadline_ns)
+    except RangeInUse:
+        return None
+    finally:
+        _give_back(turns)
+
+
+async def _submit(entry: Entry, request: InferRequest, deadline_ns: int) -> InferResult:
+    values = [np.frombuffer(tensor.data, np.uint8) for tensor in request.inputs if tensor.data is not None]
+    priority = request.priority
+    if not 0 <= priority <= MAX_PRIORITY:
+        priority = 0  # more than any model has levels, which means its default
+    sequence = _sequence(request) if request.sequence_id else NO_SEQUENCE
+    return await entry.plan.infer_arrays(values, deadline_ns, priority, sequence)
+
+
+def _sequence(request: InferRequest) -> tuple[int, bool, bool]:
+    """As a submission carries it. Models without sequences ignore it all, an id that is a string included."""
+    number = request.sequence_id
+    if not isinstance(number, int) or not 0 < number <= MAX_SEQUENCE_ID:
+        return NO_SEQUENCE
+    return number, request.sequence_start, request.sequence_end
+
+
+async def _take(turns: Sequence[asyncio.Lock]) -> None:
+    taken = 0
+    try:
+        for turn in turns:
+            await turn.acquire()
+            taken += 1
+    except BaseException:
+        _give_back(turns[:taken])
+        raise
+
+
+def _give_back(turns: Sequence[asyncio.Lock]) -> None:
+    for turn in turns:
+        turn.release()
+
+
+@contextlib.asynccontextmanager
+async def _until(deadline_ns: int) -> AsyncIterator[None]:
+    """What takes longer raises InferError UNAVAILABLE."""
+    try:
+        async with asyncio.timeout(remaining_s(deadline_ns)):
+            yield
+    except TimeoutError:
+        raise InferError(Code.UNAVAILABLE, EXPIRED) from None
+
+
+# --- words ----------------------------------------------------------------------------------------------------------
+
+
+def _key(request: InferRequest, version: str, aliases: Mapping[str, Alias]) -> Hashable:
+    """Everything that a plan fixes."""
+    parts: list[Hashable] = [request.model, version]
+    for tensor in request.inputs:
+        parts += (tensor.name, tensor.datatype, tensor.shape)
+        if tensor.region:
+            parts += (aliases[tensor.region].number, tensor.offset, tensor.byte_size)
+        else:
+            parts.append(-1 if tensor.data is None else memoryview(tensor.data).nbytes)
+    if request.outputs:
+        parts.append(None)  # no input is called that
+        for output in request.outputs:
+            parts.append(output.name)
+            if output.region:
+                parts += (aliases[output.region].number, output.offset, output.byte_size)
+    return tuple(parts)
+
+
+def _response(entry: Entry, request: InferRequest, result: InferResult) -> InferResponse:
+    classes = {output.name: output.classes for output in request.outputs or () if output.classes > 0}
+    outputs = []
+    for name, datatype in entry.outputs:
+        shape = result.shapes[name]
+        if name in entry.targets:
+            outputs.append(OutputTensor(name, datatype, shape, None))
+        elif name in classes:
+            data, shape = classify(result[name], datatype, shape, classes[name], batched=entry.batched)
+            outputs.append(OutputTensor(name, "BYTES", shape, data))
+        else:
+            outputs.append(OutputTensor(name, datatype, shape, result[name].data))
+    return InferResponse(request.model, entry.version, request.id, outputs)
+
+
+def _is_gone(error: InferError) -> bool:
+    """Was what the plan names replaced or retired? Then the request has not run."""
+    return isinstance(error, PlanOutdated) or _GONE.search(error.message) is not None
+
+
+def _told(error: InferError, request: InferRequest, aliases: Iterable[Alias]) -> InferError:
+    """`error` in Triton's words: with the request's id, and with the names that the caller knows."""
+    code, message = error.code, error.message
+    if _LOOKUP.match(message):
+        return error
+    for alias in aliases:
+        message = message.replace(alias.region.name, alias.name)
+    if message.startswith(_TOO_SMALL):
+        code = Code.INTERNAL.name
+    elif message.startswith(EXPIRED):
+        message = EXPIRED
+    else:
+        message = _STRINGS.sub(lambda found: f"{found[1]} for model '{request.model}'", message)
+    return InferError(code, f"[request id: {request.id or UNKNOWN_ID}] {message}")

@@ -1,0 +1,218 @@
+"""The prepared plans of a gateway, least recently used out first, and how one is made from a request.
+
+A plan fixes the model's version, every tensor's name, datatype and shape, and where it lies: in the request (then it
+is copied to a place of the gateway's own) or in a principal's region. Requests that differ in nothing else share it,
+and all checks that do not depend on the data were done when it was made. Used by `broker.gateway.inference`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+from broker.gateway import validation
+from broker.gateway.kserve import InferRequest
+from broker.gateway.regions import Alias
+from clientlib import shapes
+from clientlib.async_client import AsyncClient
+from clientlib.async_plans import AsyncPlan
+from clientlib.recipe import ArrayInput, Budget, Recipe
+from clientlib.region import MappedRegion, TensorRef
+from shm import datatypes
+from shm.errors import Code, InferError
+from shm.message_values import ModelMetadata
+
+MAX_PLANS = 512
+MAX_BYTES = 256 << 20  # of places, for all plans but the last
+BUDGET = Budget(places=64, byte_size=8 << 20, least=4)  # per plan: as many requests run at once, others wait
+
+Aliases = Mapping[str, Alias]  # by the principal's name
+
+
+class Target(NamedTuple):
+    """An output that goes to a region: where, and how much room its owner says there is."""
+
+    alias: Alias
+    offset: int
+    byte_size: int
+
+
+@final
+class Entry:
+    """A plan and what a request needs beside it.
+
+    `outputs`: name and datatype in the order of the answer. `targets`: those outputs that go to regions. `direct`: the
+    model writes these itself; else the result is made in the gateway's memory and copied.
+    """
+
+    __slots__ = ("batched", "byte_size", "direct", "outputs", "plan", "targets", "turns", "version")
+
+    def __init__(
+        self,
+        plan: AsyncPlan,
+        model: ModelMetadata,
+        outputs: Sequence[str],
+        targets: Mapping[str, Target],
+        *,
+        direct: bool,
+    ) -> None:
+        self.plan = plan
+        self.byte_size = plan.places_byte_size
+        datatypes_of = {tensor.name: tensor.datatype for tensor in model.outputs}
+        self.version = model.version
+        self.outputs = tuple((name, datatypes_of[name]) for name in outputs)
+        self.targets = targets
+        self.batched = model.max_batch_size > 0
+        self.direct = direct
+        # In one order for everybody, so that no two requests wait for each other.
+        places = sorted({(t.alias.number, t.offset): t for t in targets.values()}.items(), key=lambda item: item[0])
+        self.turns = tuple(target.alias.turn(target.offset) for _, target in places)
+
+
+@final
+class PlanCache:
+    """All entries by key. On one event loop."""
+
+    def __init__(self, max_plans: int = MAX_PLANS, max_bytes: int = MAX_BYTES) -> None:
+        self._max_plans, self._max_bytes = max_plans, max_bytes
+        self._entries: OrderedDict[Hashable, Entry] = OrderedDict()
+        self._making: dict[Hashable, asyncio.Task[Entry]] = {}
+        self.byte_size = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, key: Hashable) -> Entry | None:
+        """The entry of a key, used now."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._entries.move_to_end(key)
+            if entry.byte_size != entry.plan.places_byte_size:  # a result needed more room than was reserved
+                self.byte_size += entry.plan.places_byte_size - entry.byte_size
+                entry.byte_size = entry.plan.places_byte_size
+                self._shrink()
+        return entry
+
+    async def get(self, key: Hashable, make: Callable[[], Coroutine[Any, Any, Entry]]) -> Entry:
+        """The entry of a key. Of those who come at the same time one makes it, whatever becomes of that one."""
+        task = self._making.get(key)
+        if task is None:
+            task = self._making[key] = asyncio.get_running_loop().create_task(self._make(key, make()))
+            task.add_done_callback(_retrieve)  # all who wait may have left
+        return await asyncio.shield(task)
+
+    async def _make(self, key: Hashable, making: Coroutine[Any, Any, Entry]) -> Entry:
+        try:
+            entry = await making
+        finally:
+            del self._making[key]
+        self._remove(key)
+        self._entries[key] = entry
+        self.byte_size += entry.byte_size
+        self._shrink()
+        return entry
+
+    def drop(self, key: Hashable, entry: Entry) -> None:
+        """Forget an entry that does not work any more, unless it has been replaced."""
+        if self._entries.get(key) is entry:
+            self._remove(key)
+
+    def _shrink(self) -> None:
+        while len(self._entries) > self._max_plans or (self.byte_size > self._max_bytes and len(self._entries) > 1):
+            self._remove(next(iter(self._entries)))
+
+    def _remove(self, key: Hashable) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:  # its plan goes with its last request
+            self.byte_size -= entry.byte_size
+
+
+def _retrieve(task: asyncio.Task[Entry]) -> None:
+    if not task.cancelled():
+        task.exception()
+
+
+async def prepare(
+    client: AsyncClient, model: ModelMetadata, request: InferRequest, aliases: Aliases, *, direct: bool
+) -> Entry:
+    """Check `request` against `model` and prepare its plan. Raises InferError with Triton's texts.
+
+    `aliases` has every region that the request names, with the ranges checked.
+    """
+    outputs = validation.check(model, request)
+    targets = {o.name: Target(aliases[o.region], o.offset, o.byte_size) for o in outputs if o.region}
+    places = _places(model, request, targets)
+    _check_overlap(model, request, places, aliases)
+    if not direct or any(
+        place.byte_size == 0 and shapes.is_open(place.datatype, place.shape) for place in places.values()
+    ):
+        places = {}
+    inputs: dict[str, TensorRef | ArrayInput] = {}
+    for tensor in request.inputs:
+        size = validation.given_byte_size(tensor, model.name)
+        if tensor.region:
+            # Stride 0: the same bytes, whichever place the other inputs are copied to.
+            region = aliases[tensor.region].region
+            inputs[tensor.name] = TensorRef(region, tensor.datatype, tensor.shape, tensor.offset, 0, size)
+        else:
+            inputs[tensor.name] = ArrayInput(tensor.datatype, tensor.shape, size)
+    where = {output.name: places.get(output.name) for output in outputs}
+    plan = await client.prepare_recipe(Recipe(model.name, model.version, inputs, where, 1, 1, BUDGET, raw=True))
+    return Entry(plan, model, list(where), targets, direct=len(places) == len(targets))
+
+
+def _places(model: ModelMetadata, request: InferRequest, targets: Mapping[str, Target]) -> dict[str, TensorRef]:
+    """Where the model itself can write results. Raises InferError INTERNAL when one is known to be too large.
+
+    An output whose size only running the model tells gets all the room that its owner named.
+    """
+    given = {tensor.name: tensor.shape for tensor in request.inputs}
+    rows, sizes = shapes.batch_rows(model, given), shapes.symbol_sizes(model, given)
+    known = {tensor.name: tensor for tensor in model.outputs}
+    places = {}
+    for name, target in targets.items():
+        metadata = known[name]
+        shape = shapes.output_shape(metadata, rows, sizes)
+        room = target.byte_size
+        if not shapes.is_open(metadata.datatype, shape):
+            room = datatypes.byte_size(metadata.datatype, shape)
+            check_room(name, target, room)
+        places[name] = TensorRef(target.alias.region, metadata.datatype, shape, target.offset, room, room)
+    return places
+
+
+def check_room(name: str, target: Target, needed: int) -> None:
+    """Raises InferError INTERNAL when a result of `needed` bytes does not fit."""
+    if needed > target.byte_size:
+        raise InferError(
+            Code.INTERNAL,
+            f"shared memory size specified with the request for output '{name}' ({target.byte_size} bytes) should be "
+            f"at least {needed} bytes to hold the results",
+        )
+
+
+def _check_overlap(
+    model: ModelMetadata, request: InferRequest, places: Mapping[str, TensorRef], aliases: Aliases
+) -> None:
+    """No output may lie over an input or another output of the same request."""
+    read = [
+        ("input", tensor.name, _range(aliases[tensor.region].region, tensor.offset, tensor.byte_size))
+        for tensor in request.inputs
+        if tensor.region
+    ]
+    written = [("output", name, _range(ref.region, ref.offset, ref.byte_size)) for name, ref in places.items()]
+    for index, (_, name, (memory, start, end)) in enumerate(written):
+        for kind, other, (other_memory, other_start, other_end) in (*read, *written[:index]):
+            if memory == other_memory and max(start, other_start) < min(end, other_end):
+                raise InferError(
+                    Code.INVALID_ARG,
+                    f"overlapping tensors for model '{model.name}': output '{name}' overlaps {kind} '{other}'; give "
+                    "each a range of its own",
+                )
+
+
+def _range(region: MappedRegion, offset: int, byte_size: int) -> tuple[tuple[int, int], int, int]:
+    """The memory, and start and end in its file."""
+    return region.identity, region.offset + offset, region.offset + offset + byte_size

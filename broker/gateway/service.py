@@ -1,0 +1,225 @@
+"""The gateway's core: what the front ends ask for, on the broker's session and channels.
+
+Implements `broker.gateway.kserve.Service` for one gateway process, on one event loop. Inference is in
+`broker.gateway.inference`, shared memory in `broker.gateway.regions`; everything else is a question to the broker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, final
+
+from msgspec.structs import replace
+
+from broker.gateway.inference import Inference
+from broker.gateway.kserve import Caller, Category, InferRequest, InferResponse
+from broker.gateway.options import EXTENSIONS, SERVER_VERSION, GatewayOptions
+from broker.gateway.regions import RegionCache
+from clientlib.async_client import AsyncClient
+from shm.errors import Code, InferError
+from shm.gateway_messages import (
+    Config,
+    Exiting,
+    GetConfig,
+    GetIndex,
+    GetMetrics,
+    GetServer,
+    Index,
+    LogSettings,
+    Metrics,
+    ServerState,
+    Settings,
+    TraceSettings,
+)
+from shm.message_values import IndexEntry, Message, ModelMetadata, RegionRecord
+from shm.messages import GetStatistics, LoadModel, Statistics, UnloadModel
+
+LOAD_S = 3600.0  # how long a model may take to load
+NOT_READY = ("has no available versions", "is not at ready state")  # lookup errors of models that are known
+
+
+class Policy(Protocol):
+    """Who may ask for what (`broker.gateway.access.Access`)."""
+
+    def check(self, category: Category, caller: Caller) -> None:
+        """Raises Restricted."""
+
+
+def _ignore(*_: object) -> None:
+    """Nobody counts."""
+
+
+@final
+class GatewayService:
+    """Implements `broker.gateway.kserve.Service`. Made by the gateway's process on its adopted session."""
+
+    def __init__(self, client: AsyncClient, options: GatewayOptions, access: Policy) -> None:
+        self.server_name = options.server_name
+        self.server_version = SERVER_VERSION
+        self.extensions = EXTENSIONS
+        self.exiting = False
+        self.on_ended: Callable[[str, int, bool], None] | None = None  # told transport, ns and "failed" of each request
+        self._running = 0  # requests
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._client = client
+        self._access = access
+        self.on_ended: Callable[[str, int, bool], None] = _ignore  # (transport, ns, failed) of every inference request
+        self.shared = RegionCache(client, allowed=options.allow_client_shm)
+        self.inference = Inference(client, self.shared)
+
+    def notice(self, message: Message) -> None:
+        """What the broker says unasked; for `AsyncClient.adopt(on_notice=…)`."""
+        if isinstance(message, Exiting):
+            self.exiting = True
+
+    def check(self, category: Category, caller: Caller) -> None:
+        """The one access policy. Raises Restricted."""
+        self._access.check(category, caller)
+
+    # --- server ----------------------------------------------------------------------------------------------------
+
+    async def live(self) -> bool:
+        """Is the broker up?"""
+        return (await self._state()).live
+
+    async def ready(self) -> bool:
+        """As --strict-readiness says."""
+        return (await self._state()).ready
+
+    async def _state(self) -> ServerState:
+        try:
+            reply, _ = await self._client.call(GetServer())
+        except InferError:
+            return ServerState(live=False, ready=False)
+        assert isinstance(reply, ServerState)
+        return reply
+
+    async def metrics(self) -> dict[str, Any]:
+        """The numbers behind /metrics (see `broker.metrics`)."""
+        reply, _ = await self._client.call(GetMetrics())
+        assert isinstance(reply, Metrics)
+        return reply.metrics
+
+    async def log_settings(self, update: Mapping[str, bool | int | str]) -> dict[str, Any]:
+        """Triton's log settings after `update`."""
+        reply, _ = await self._client.call(LogSettings(update=dict(update)))
+        assert isinstance(reply, Settings)
+        return reply.settings
+
+    async def trace_settings(
+        self, model: str, update: Mapping[str, str | list[str] | None]
+    ) -> dict[str, str | list[str]]:
+        """Triton's trace settings of a model, "" for the global ones, after `update`."""
+        reply, _ = await self._client.call(TraceSettings(model=model, update=dict(update)))
+        assert isinstance(reply, Settings)
+        return reply.settings
+
+    # --- models ----------------------------------------------------------------------------------------------------
+
+    async def model_ready(self, model: str, version: str) -> bool:
+        """Can it be asked? Raises InferError with the lookup texts for what is not known at all."""
+        try:
+            return (await self.inference.metadata(model, version)).state == "READY"
+        except InferError as error:
+            if any(text in error.message for text in NOT_READY):
+                return False
+            raise
+
+    async def metadata(self, model: str, version: str) -> ModelMetadata:
+        """One model version; "" is the latest ready. `versions` are those that are ready, or the one asked for."""
+        found = await self.inference.metadata(model, version)
+        return replace(found, versions=(found.version,)) if version else found
+
+    async def config(self, model: str, version: str) -> dict[str, Any]:
+        """The completed configuration in Triton's JSON form."""
+        reply, _ = await self._client.call(GetConfig(model=model, version=version))
+        assert isinstance(reply, Config)
+        found: dict[str, Any] = json.loads(reply.config)
+        return found
+
+    async def statistics(self, model: str, version: str) -> list[dict[str, Any]]:
+        """`model_stats` in Triton's JSON form."""
+        reply, _ = await self._client.call(GetStatistics(model=model, version=version))
+        assert isinstance(reply, Statistics)
+        return list(reply.model_stats)
+
+    async def metrics(self) -> dict[str, Any]:
+        """The document of `broker.metrics`."""
+        reply, _ = await self._client.call(GetMetrics())
+        assert isinstance(reply, Metrics)
+        return reply.metrics
+
+    async def index(self, ready: bool) -> Sequence[IndexEntry]:
+        """The repository index; `ready`: only what is."""
+        reply, _ = await self._client.call(GetIndex(ready=ready))
+        assert isinstance(reply, Index)
+        return reply.models
+
+    async def load(self, model: str, parameters: Mapping[str, str | bytes]) -> None:
+        """Load or reload; returns when it is ready."""
+        if parameters:
+            if "config" not in parameters:
+                raise InferError(Code.INVALID_ARG, "Load parameter 'config' must be specified for model file override")
+            raise InferError(
+                Code.UNSUPPORTED,
+                f"loading model '{model}' with another configuration or other files than those in its repository is "
+                "not supported: change them there and load it without parameters",
+            )
+        try:
+            await self._client.call(LoadModel(model=model), timeout=LOAD_S)
+        finally:
+            self.inference.forget_latest(model)
+
+    async def unload(self, model: str, unload_dependents: bool) -> None:
+        """Unload. There are no ensembles, so that no model has dependents."""
+        try:
+            await self._client.call(UnloadModel(model=model), timeout=LOAD_S)
+        finally:
+            self.inference.forget_latest(model)
+
+    # --- inference -------------------------------------------------------------------------------------------------
+
+    async def infer(self, request: InferRequest, caller: Caller) -> InferResponse:
+        """Run one request. Cancelled with the task that awaits it."""
+        if self.exiting:
+            raise InferError(Code.UNAVAILABLE, "Server exiting")
+        began, failed = time.monotonic_ns(), True
+        self._running += 1
+        self._idle.clear()
+        try:
+            response = await self.inference.infer(request, caller)
+            failed = False
+            return response
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+            if self.on_ended is not None:
+                self.on_ended(caller.transport, time.monotonic_ns() - began, failed)
+
+    async def idle(self) -> None:
+        """Return when no request runs."""
+        await self._idle.wait()
+
+    # --- shared memory ---------------------------------------------------------------------------------------------
+
+    async def register_system(self, caller: Caller, name: str, key: str, byte_size: int, offset: int) -> None:
+        """For the caller's principal."""
+        await self.shared.register_system(caller, name, key, byte_size, offset)
+
+    async def register_cuda(self, caller: Caller, name: str, handle: bytes, device: int, byte_size: int) -> None:
+        """For the caller's principal."""
+        await self.shared.register_cuda(caller, name, handle, device, byte_size)
+
+    async def unregister(self, caller: Caller, kind: str, name: str) -> None:
+        """`kind`: "system" or "cuda"; `name` "": all of the caller's of that kind. Unknown names succeed."""
+        await self.shared.unregister(caller, kind, name)
+
+    async def regions(self, caller: Caller, kind: str, name: str) -> list[RegionRecord]:
+        """Those of the caller, sorted by name; a `name` that is missing or of the other kind is NOT_FOUND."""
+        return await self.shared.records(caller, kind, name)
