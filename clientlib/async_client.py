@@ -13,9 +13,9 @@ import socket
 import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar, final, overload
 
-from clientlib.address import Absent, dial, directory_of
+from clientlib.address import Absent, dial, directory_of, wire_of
 from clientlib.arguments import model_text, seconds, version_text, whole
 from clientlib.async_lane import AsyncLane, LoopLanes
 from clientlib.async_plans import AsyncPlan, turn
@@ -35,19 +35,36 @@ from clientlib.session import Answer, Procedure
 from shm.errors import Code, ConnectionLost, InferError
 from shm.messages import Message, ModelMetadata, RegionInfo, RegionRecord
 
+if TYPE_CHECKING:
+    from clientlib.remote.async_client import AsyncRemoteClient
+
 T = TypeVar("T")
 BUDGET = Budget(places=512, byte_size=16 << 20)  # a loop has hundreds of requests in flight where a thread has one
 
 
+@overload
+async def connect_async(url: None = None, *, timeout: float = 30, slots: int = 512) -> AsyncClient: ...
+
+
+@overload
+async def connect_async(
+    url: str | os.PathLike[str] | None, *, timeout: float = 30, slots: int = 512
+) -> AsyncClient | AsyncRemoteClient: ...
+
+
 async def connect_async(
     url: str | os.PathLike[str] | None = None, *, timeout: float = 30, slots: int = 512
-) -> AsyncClient:
+) -> AsyncClient | AsyncRemoteClient:
     """Connect to the broker on this host, once its start-up load has ended. Arguments are those of `connect`.
 
     `slots`: requests in flight for the whole loop; more queue.
     """
-    patience_s = seconds(timeout)
-    client = AsyncClient(directory_of(url), whole(slots, "slots", 1, MAX_SLOTS))
+    patience_s, slots = seconds(timeout), whole(slots, "slots", 1, MAX_SLOTS)
+    if address := wire_of(url):
+        from clientlib.remote import async_client
+
+        return await async_client.connect_async(address, patience_s, slots)
+    client = AsyncClient(directory_of(url), slots)
     await client.start(patience_s)
     return client
 
@@ -116,7 +133,7 @@ class AsyncClient(StaysHere):
         """A model to call. Raises InferError when the broker does not serve it."""
         name, version = model_text(name), version_text(version)
         await self._run(lambda link: self.native.model(link, name, version))
-        return AsyncModel(self, name, version)
+        return AsyncModel(self, self.native.known, name, version)
 
     async def statistics(self, model: str = "", version: str | int = "") -> list[dict[str, Any]]:
         """Triton's model statistics (counts, durations in ns), of one model or all."""

@@ -6,18 +6,13 @@ Made by the clients' `model`.
 from __future__ import annotations
 
 from collections.abc import Coroutine, Mapping
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, Protocol, final
 
 from clientlib.automatic import Inputs
 from clientlib.process import StaysHere
 from clientlib.recipe import Outputs
 from clientlib.results import InferResult
 from shm.messages import ModelMetadata, TensorMetadata
-
-if TYPE_CHECKING:
-    from clientlib.async_client import AsyncClient
-    from clientlib.client import Client
-
 
 Known = Mapping[tuple[str, str], ModelMetadata]  # by name and version asked for
 
@@ -62,14 +57,46 @@ class Metadata(StaysHere):
         return f"<model {self.name!r} version {self.metadata.version}, {self.metadata.state}>"
 
 
+class Infers(Protocol):
+    """A client for threads, as far as a model needs it."""
+
+    def infer(
+        self,
+        model: str,
+        inputs: Inputs,
+        outputs: Outputs,
+        timeout: float | None,
+        priority: int,
+        parameters: Mapping[str, object] | None,
+        version: str,
+    ) -> InferResult:
+        """As `Client.infer`."""
+
+
+class InfersAsync(Protocol):
+    """A client for an event loop, as far as a model needs it."""
+
+    def infer(
+        self,
+        model: str,
+        inputs: Inputs,
+        outputs: Outputs,
+        timeout: float | None,
+        priority: int,
+        parameters: Mapping[str, object] | None,
+        version: str,
+    ) -> Coroutine[Any, Any, InferResult]:
+        """As `AsyncClient.infer`."""
+
+
 @final
 class Model(Metadata):
-    """A model of a `Client`: call it with arrays, get arrays."""
+    """A model of a client for threads: call it with arrays, get arrays."""
 
     __slots__ = ("_client",)
 
-    def __init__(self, client: Client, name: str, version: str) -> None:
-        super().__init__(client.native.known, name, version)
+    def __init__(self, client: Infers, known: Known, name: str, version: str) -> None:
+        super().__init__(known, name, version)
         self._client = client
 
     def infer(
@@ -88,12 +115,12 @@ class Model(Metadata):
 
 @final
 class AsyncModel(Metadata):
-    """A model of an `AsyncClient`: call it with arrays, await arrays."""
+    """A model of a client for an event loop: call it with arrays, await arrays."""
 
     __slots__ = ("_client",)
 
-    def __init__(self, client: AsyncClient, name: str, version: str) -> None:
-        super().__init__(client.native.known, name, version)
+    def __init__(self, client: InfersAsync, known: Known, name: str, version: str) -> None:
+        super().__init__(known, name, version)
         self._client = client
 
     def infer(

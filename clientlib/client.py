@@ -16,9 +16,9 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar, final, overload
 
-from clientlib.address import Absent, dial, directory_of
+from clientlib.address import Absent, dial, directory_of, wire_of
 from clientlib.arguments import model_text, seconds, shown, version_text, whole
 from clientlib.automatic import Automatic, Inputs, Request, check_parameters, told_apart
 from clientlib.callable_model import Model
@@ -36,6 +36,9 @@ from clientlib.sync_session import SyncSession
 from shm.errors import Code, ConnectionLost, InferError
 from shm.messages import ModelMetadata, RegionRecord
 
+if TYPE_CHECKING:
+    from clientlib.remote.client import RemoteClient
+
 T = TypeVar("T")
 CALL_S = 30.0  # how long a control call may take
 RECONNECT_S = 10.0  # how long a broker that went away is waited for
@@ -48,18 +51,34 @@ NO_CUDA = (
 )
 
 
+@overload
+def connect(url: None = None, *, timeout: float = 30, slots: int = 64, spin_us: float = 50) -> Client: ...
+
+
+@overload
+def connect(
+    url: str | os.PathLike[str] | None, *, timeout: float = 30, slots: int = 64, spin_us: float = 50
+) -> Client | RemoteClient: ...
+
+
 def connect(
     url: str | os.PathLike[str] | None = None, *, timeout: float = 30, slots: int = 64, spin_us: float = 50
-) -> Client:
+) -> Client | RemoteClient:
     """Connect to the broker on this host, once its start-up load has ended.
 
     `url` is the broker's run directory, as a path or as `ipc:///run/directory`; without it TENSORBROKER_DIR or the
-    default place is meant.
-    `slots`: requests in flight per thread; `spin_us`: how long a waiting thread spins before it sleeps (0: never).
+    default place is meant. `grpc://host:8001`, `http://host:8000` (grpcs, https) and `zmq+ipc:///run/directory` make a
+    client with the same verbs, whose tensors travel in messages.
+    `slots`: requests in flight per thread (remote: per client); `spin_us`: how long a waiting thread spins before it
+    sleeps (0: never).
     Raises InferError UNAVAILABLE when there is no broker, or "starting: 3 of 7 models" after `timeout` seconds.
     """
-    deadline = time.monotonic() + seconds(timeout)
-    return Client(directory_of(url), deadline, whole(slots, "slots", 1, MAX_SLOTS), _spin_s(spin_us))
+    patience_s, slots, spin_s = seconds(timeout), whole(slots, "slots", 1, MAX_SLOTS), _spin_s(spin_us)
+    if address := wire_of(url):
+        from clientlib.remote import client
+
+        return client.connect(address, patience_s, slots)
+    return Client(directory_of(url), time.monotonic() + patience_s, slots, spin_s)
 
 
 def _spin_s(spin_us: float) -> float:
@@ -102,7 +121,7 @@ class Client(StaysHere):
         """A model to call. Raises InferError when the broker does not serve it."""
         name, version = model_text(name), version_text(version)
         self._run(lambda link: self.native.model(link, name, version))
-        return Model(self, name, version)
+        return Model(self, self.native.known, name, version)
 
     def statistics(self, model: str = "", version: str | int = "") -> list[dict[str, Any]]:
         """Triton's model statistics (counts, durations in ns), of one model or all."""

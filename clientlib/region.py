@@ -11,7 +11,7 @@ import os
 import weakref
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import Any, Protocol, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +23,6 @@ from shm.datatypes import BYTES
 from shm.errors import Code, InferError
 from shm.regions import MappedMemory, Memory
 
-if TYPE_CHECKING:
-    from clientlib.async_client import AsyncClient
-    from clientlib.client import Client
-
 C = TypeVar("C")
 MAX_RANK = 64
 
@@ -34,7 +30,8 @@ MAX_RANK = 64
 class MappedRegion(process.StaysHere):
     """A named range of memory that this session registered or opened. Attributes are read-only facts.
 
-    `name`, `kind` ("pool", "system", or "local": a remote client's), `byte_size`, `key` (POSIX name, system only), `offset` in the object.
+    `name`, `kind` ("pool", "system", or "local": a remote client's), `byte_size`, `key` (POSIX name, system only),
+    `offset` in the object.
     """
 
     __slots__ = (
@@ -126,13 +123,27 @@ class MappedRegion(process.StaysHere):
         return f"<{self.kind} region {self.name!r}, {self.byte_size} bytes{state}>"
 
 
+class Shares(Protocol):
+    """A client for threads, as far as a region needs it."""
+
+    def share(self, region: MappedRegion) -> str:
+        """As `Client.share`."""
+
+
+class SharesAsync(Protocol):
+    """A client for an event loop, as far as a region needs it."""
+
+    def share(self, region: MappedRegion) -> Coroutine[Any, Any, str]:
+        """As `AsyncClient.share`."""
+
+
 @final
 class Region(MappedRegion):
-    """A region of a `Client`."""
+    """A region of a client for threads."""
 
     __slots__ = ("_client",)
 
-    def bind(self, client: Client) -> Region:
+    def bind(self, client: Shares) -> Region:
         """Whom to ask for a token; weakly, because the client holds its regions."""
         self._client = weakref.ref(client)
         return self
@@ -145,11 +156,11 @@ class Region(MappedRegion):
 
 @final
 class AsyncRegion(MappedRegion):
-    """A region of an `AsyncClient`."""
+    """A region of a client for an event loop."""
 
     __slots__ = ("_client",)
 
-    def bind(self, client: AsyncClient) -> AsyncRegion:
+    def bind(self, client: SharesAsync) -> AsyncRegion:
         """Whom to ask for a token; weakly, because the client holds its regions."""
         self._client = weakref.ref(client)
         return self

@@ -17,6 +17,7 @@ codec, so that the two classes differ in waiting alone. Rules for both:
 * Data of a request may be views of the application's memory, which do not change before `infer` or `submit` returns:
   whoever keeps them longer copies them.
 * Data of an answer belongs to the caller: bytes, or better something writable that is not used again.
+* A control word that gets no answer in time is `late(...)`.
 * `shares_memory`: do regions named in a request work? If so the words `RegisterSystem` and `Unregister` do too, and a
   request counts as running until the server no longer touches those regions: only then may `ended` be called or the
   awaiting task end, also when the request was cancelled.
@@ -27,7 +28,7 @@ codec, so that the two classes differ in waiting alone. Rules for both:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
@@ -201,7 +202,7 @@ class Transport(Protocol):
         """Say a control word and wait for what answers it."""
 
     def infer(self, request: InferRequest, deadline: float) -> InferAnswer:
-        """Run a request and wait, on the caller's thread."""
+        """Run a request that names no region and wait, on the caller's thread."""
 
     def submit(self, request: InferRequest, deadline: float, ended: Ended) -> Callable[[], None]:
         """Start a request. `ended` is called exactly once, from any thread, possibly before this returns.
@@ -262,6 +263,11 @@ def lost(address: Address, reason: object) -> InferError:
     )
 
 
+def late(address: Address, word: Word) -> InferError:
+    """The error for a control word without an answer at its deadline."""
+    return InferError(Code.UNAVAILABLE, f"timeout expired: no answer to {type(word).__name__} from {address.url}")
+
+
 def cancelled() -> InferError:
     """The error of a request that was cancelled, in the words of the native transport."""
     return InferError(Code.CANCELLED, "the request was cancelled")
@@ -274,3 +280,8 @@ def missing(wire: str, extra: str, error: ImportError) -> InferError:
         f"the {wire} transport needs a package that is not installed ({error.name or error}): "
         f"pip install 'tensorbroker[{extra}]'",
     )
+
+
+def latest(versions: Sequence[str]) -> str:
+    """The version that a request without one gets, of those that are ready."""
+    return max(versions, key=lambda version: (len(version), version), default="")

@@ -1,0 +1,265 @@
+"""`RemoteClient`: the client of `clientlib.connect("grpc://…")` and the like, for threads.
+
+    RemoteClient ── Remote (what is said, what is known)
+                 └─ Transport (how it gets there)
+
+The same verbs as `clientlib.Client`. Nothing is repeated: a request that may have run is not sent again, and a server
+that went away is reached again by the next call.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, TypeVar, final
+
+from clientlib import process
+from clientlib.address import Address
+from clientlib.arguments import model_text, seconds, version_text, whole
+from clientlib.automatic import Inputs, Request, check_parameters
+from clientlib.callable_model import Model
+from clientlib.client import CALL_S, NO_CUDA
+from clientlib.plans import FULL_WAIT_S, MAX_PRIORITY, deadline_ns_of
+from clientlib.process import StaysHere
+from clientlib.recipe import Budget, Outputs, Slots, recipe
+from clientlib.region import MappedRegion, Region, TensorRef
+from clientlib.remote import opening
+from clientlib.remote.core import Procedure, Remote, deadline_of, full, patience_s
+from clientlib.remote.layout import Layout, Position
+from clientlib.remote.plans import RemotePending, RemotePlan, ended_result, request_of
+from clientlib.remote.transport import InferAnswer, InferRequest, Transport
+from clientlib.results import InferResult
+from shm.errors import Code, InferError
+from shm.messages import ModelMetadata, RegionRecord
+
+T = TypeVar("T")
+UNUSED = Budget(places=1, byte_size=1)  # nothing is reserved here
+
+
+def connect(address: Address, timeout: float, slots: int) -> RemoteClient:
+    """Connect to a server. Called by `clientlib.connect`, which describes the arguments.
+
+    Raises InferError UNAVAILABLE when it is not reached.
+    """
+    client = RemoteClient(address, opening.connect(address), slots)
+    try:
+        client.greet(timeout)
+    except BaseException:
+        client.close()
+        raise
+    return client
+
+
+@final
+class RemoteClient(StaysHere):
+    """A connection to a server. Every method may be called from any thread. What the verbs do: see `Client`."""
+
+    elsewhere = "call clientlib.connect() in the other process"
+
+    def __init__(self, address: Address, transport: Transport, slots: int) -> None:
+        reference = weakref.ref(self)
+
+        def make_region(*args: Any, **kwargs: Any) -> MappedRegion:
+            owner = reference()
+            assert owner is not None
+            return Region(*args, **kwargs).bind(owner)
+
+        self.remote = Remote(address, transport.wire, transport.shares_memory, make_region)
+        self._transport = transport
+        self._slots = slots
+        self._free = threading.BoundedSemaphore(slots)
+        process.tell_after_fork(self)
+        weakref.finalize(self, _close, transport, process.generation)
+
+    def greet(self, timeout: float) -> None:
+        """Ask whether the server is there. Called by `connect`."""
+        self._run(self.remote.greet(), timeout)
+
+    # --- models ----------------------------------------------------------------------------------------------------
+
+    def models(self) -> dict[str, ModelMetadata]:
+        """Every model of the server by name, with its state."""
+        return self._run(self.remote.models())
+
+    def model(self, name: str, version: str | int = "") -> Model:
+        """A model to call. Raises InferError when the server does not serve it."""
+        name, version = model_text(name), version_text(version)
+        self._run(self.remote.model(name, version))
+        return Model(self, self.remote.known, name, version)
+
+    def statistics(self, model: str = "", version: str | int = "") -> list[dict[str, Any]]:
+        """Triton's model statistics (counts, durations in ns), of one model or all."""
+        return self._run(self.remote.statistics(model, version))
+
+    def load(self, model: str, timeout: float = CALL_S) -> None:
+        """Load a model, or reload it; returns when it is ready."""
+        self._run(self.remote.load(model), timeout)
+
+    def unload(self, model: str, timeout: float = CALL_S) -> None:
+        """Unload a model."""
+        self._run(self.remote.unload(model), timeout)
+
+    # --- regions ---------------------------------------------------------------------------------------------------
+
+    def create_region(self, name: str, byte_size: int) -> Region:
+        """New memory of this host; the server shares it where the transport does."""
+        return _own(self._run(self.remote.create_region(name, byte_size)))
+
+    def register_system_shm(self, name: str, key: str, byte_size: int, offset: int = 0) -> Region:
+        """POSIX shared memory of this host that exists already; `key` is its name below /dev/shm."""
+        return _own(self._run(self.remote.register_system(name, key, byte_size, offset)))
+
+    def register_cuda_shm(self, name: str, tensor: object = None, **_: object) -> Region:
+        """GPU memory; raises InferError UNSUPPORTED."""
+        raise InferError(Code.UNSUPPORTED, f"cannot register '{name}': {NO_CUDA}")
+
+    def open_region(self, token: str, name: str | None = None) -> Region:
+        """A region that another client of the same uid on this host shared."""
+        return _own(self._run(self.remote.open_region(name, token)))
+
+    def share(self, region: MappedRegion) -> str:
+        """As `region.share()`."""
+        self.remote.check()
+        return self.remote.share(region)
+
+    def regions(self) -> list[RegionRecord]:
+        """The regions of this client."""
+        self.remote.check()
+        return self.remote.list_regions()
+
+    def unregister(self, name: str | None = None) -> None:
+        """Retire one region, or all. Requests that run end as usual, arrays stay valid."""
+        self._run(self.remote.unregister(name))
+
+    # --- inference -------------------------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        model: str,
+        inputs: Mapping[str, TensorRef],
+        outputs: Outputs = None,
+        slots: Slots = 1,
+        version: str | int = "",
+    ) -> RemotePlan:
+        """Check a request once, to run it many times. Raises InferError with what does not fit."""
+        return RemotePlan(self, self._run(self.remote.prepare(recipe(model, inputs, outputs, slots, version, UNUSED))))
+
+    def infer(
+        self,
+        model: str,
+        inputs: Inputs,
+        outputs: Outputs = None,
+        timeout: float | None = None,
+        priority: int = 0,
+        parameters: Mapping[str, object] | None = None,
+        version: str | int = "",
+    ) -> InferResult:
+        """Run a model on arrays, or on tensors in regions."""
+        if parameters is not None:
+            check_parameters(parameters)
+        deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
+        asked = Request(model, version, inputs, outputs)
+        options = (0, whole(priority, "priority", 0, MAX_PRIORITY), 0, False, False)
+        made = asked.recipe(UNUSED)
+        layout = self._run(self.remote.once(made), patience_s(deadline_ns, CALL_S))
+        try:
+            request, at, copied = request_of(self.remote, layout, deadline_ns, 0, None, options, asked.values)
+            return self.run(layout, request, at, copied, deadline_ns)
+        except InferError as error:
+            if error.code in ("NOT_FOUND", "INVALID_ARG"):
+                self.remote.forget(made.model, made.version)  # the model may have changed: ask again next time
+            raise
+
+    # --- life ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Let go of the server. Arrays, results included, stay valid. May be called again."""
+        if self.remote.close():
+            self._transport.close()
+
+    def __enter__(self) -> RemoteClient:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: nothing of this client works here."""
+        self._transport.leave_to_parent()
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def run(self, layout: Layout, request: InferRequest, at: Position, copied: int, deadline_ns: int) -> InferResult:
+        """Run a request whose ranges are claimed and wait for it."""
+        if layout.shared and layout.regions:  # those stay in use when the deadline answers the caller
+            return self.start(None, layout, request, at, copied, deadline_ns).result()
+        end: InferAnswer | InferError
+        try:
+            self._take_slot(deadline_ns)
+            try:
+                end = self._transport.infer(request, deadline_of(deadline_ns))
+            finally:
+                self._free.release()
+        except InferError as error:
+            end = error
+        except BaseException:
+            layout.ranges.live.pop(at.output_slot, None)
+            raise
+        result = ended_result(layout, at, copied, end)
+        if isinstance(result, InferError):
+            self.remote.check()  # a client that was closed meanwhile says so
+            raise result
+        return result
+
+    def start(
+        self, plan: object, layout: Layout, request: InferRequest, at: Position, copied: int, deadline_ns: int
+    ) -> RemotePending:
+        """Start a request whose ranges are claimed."""
+        try:
+            self._take_slot(deadline_ns)
+        except BaseException:
+            layout.ranges.live.pop(at.output_slot, None)
+            raise
+        pending = RemotePending((self, plan), layout, at, copied, deadline_ns, self._free.release)
+        try:
+            pending.submitted(self._transport.submit(request, deadline_of(deadline_ns), pending.ended))
+        except InferError as error:  # it did not start
+            pending.ended(error)
+            raise
+        return pending
+
+    def _take_slot(self, deadline_ns: int) -> None:
+        if self._free.acquire(blocking=False):
+            return
+        if not self._free.acquire(timeout=patience_s(deadline_ns, FULL_WAIT_S)):
+            raise full(self._slots)
+
+    def _run(self, steps: Procedure[T], timeout: float = CALL_S) -> T:
+        self.remote.check()
+        deadline = time.monotonic() + seconds(timeout)
+        answer: Any = None
+        error: BaseException | None = None
+        while True:
+            try:
+                word = steps.send(answer) if error is None else steps.throw(error)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            answer = error = None
+            try:
+                answer = self._transport.call(word, deadline)
+            except BaseException as raised:
+                error = raised
+
+
+def _close(transport: Transport, made_in: int) -> None:
+    if made_in == process.generation:
+        transport.close()
+
+
+def _own(region: MappedRegion) -> Region:
+    assert isinstance(region, Region)
+    return region

@@ -1,0 +1,218 @@
+"""Words as HTTP requests of KServe v2 / Triton, and answers back. Pure: no socket, no waiting.
+
+Used by `clientlib.remote.http_transport` and `clientlib.remote.http_async`. Tensors travel behind the JSON, as Triton's
+binary tensor data extension has it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+import msgspec
+
+from clientlib.address import Address
+from clientlib.remote import transport
+from clientlib.remote.transport import Buffer, InferAnswer, InferRequest, OutputTensor, Word
+from shm.errors import Code, InferError
+from shm.message_values import IndexEntry, ModelMetadata, TensorMetadata
+
+HEADER_LENGTH = "Inference-Header-Content-Length"
+# 400 stands for several codes; most often it is this one.
+_CODES = {
+    400: Code.INVALID_ARG,
+    403: Code.UNAVAILABLE,
+    404: Code.NOT_FOUND,
+    405: Code.UNSUPPORTED,
+    500: Code.INTERNAL,
+    501: Code.UNSUPPORTED,
+    502: Code.UNAVAILABLE,
+    503: Code.UNAVAILABLE,
+    504: Code.UNAVAILABLE,
+}
+_MAX_TEXT = 4096  # characters of an answer that is no JSON, in an error
+
+
+class HttpCall(NamedTuple):
+    """A request; `parts` is its body. `read` makes the answer of a 200's body.
+
+    `repeatable`: doing it twice is doing it once.
+    """
+
+    method: str
+    path: str
+    parts: Sequence[Buffer]
+    headers: dict[str, str]
+    read: Callable[[bytes], Any]
+    repeatable: bool = True
+
+
+def encode(address: Address, word: Word) -> HttpCall:
+    """The request that says a control word."""
+    match word:
+        case transport.Live():
+            return _get(address, "/v2/health/live", lambda body: True)
+        case transport.Index():
+            return _post(address, "/v2/repository/index", _index, repeatable=True)
+        case transport.Metadata(model, version):
+            return _get(address, _model(model, version), lambda body: _metadata(body, version))
+        case transport.Config(model, version):
+            return _get(address, f"{_model(model, version)}/config", _object)
+        case transport.Statistics(model, version):
+            path = f"{_model(model, version)}/stats" if model else "/v2/models/stats"
+            return _get(address, path, _statistics)
+        case transport.Load(model):
+            return _post(address, f"/v2/repository/models/{_quoted(model)}/load", _nothing)
+        case transport.Unload(model):
+            return _post(address, f"/v2/repository/models/{_quoted(model)}/unload", _nothing)
+        case _:
+            raise InferError(Code.UNSUPPORTED, f"{type(word).__name__} is not said over HTTP: memory is not shared")
+
+
+def encode_infer(address: Address, request: InferRequest) -> HttpCall:
+    """The request that runs a model. Its parts are the JSON and views of the inputs' data."""
+    parts: list[Buffer] = [b""]
+    inputs = []
+    for tensor in request.inputs:
+        assert tensor.data is not None
+        inputs.append(
+            {
+                "name": tensor.name,
+                "shape": tensor.shape,
+                "datatype": tensor.datatype,
+                "parameters": {"binary_data_size": len(tensor.data)},
+            }
+        )
+        parts.append(tensor.data)
+    parameters: dict[str, Any] = {"binary_data_output": True}
+    if request.timeout_us:
+        parameters["timeout"] = request.timeout_us
+    if request.priority:
+        parameters["priority"] = request.priority
+    if request.sequence_id:
+        parameters["sequence_id"] = request.sequence_id
+        parameters["sequence_start"] = request.sequence_start
+        parameters["sequence_end"] = request.sequence_end
+    message: dict[str, Any] = {"inputs": inputs, "parameters": parameters}
+    if request.outputs is not None:
+        message["outputs"] = [{"name": wanted.name, "parameters": {"binary_data": True}} for wanted in request.outputs]
+    parts[0] = header = msgspec.json.encode(message)
+    headers = {"Content-Type": "application/octet-stream", HEADER_LENGTH: str(len(header))}
+    path = f"{address.path}{_model(request.model, request.version)}/infer"
+    return HttpCall("POST", path, parts, headers, _nothing, repeatable=False)
+
+
+def decode_head(header: bytes) -> list[tuple[OutputTensor, int]]:
+    """The outputs that an answer's JSON describes, and the bytes that follow it for each."""
+    outputs = []
+    for entry in _object(header).get("outputs") or ():
+        size = (entry.get("parameters") or {}).get("binary_data_size")
+        if type(size) is not int or size < 0:
+            raise InferError(Code.INTERNAL, f"the server's answer has no binary data for output {entry.get('name')!r}")
+        outputs.append((OutputTensor(str(entry["name"]), str(entry["datatype"]), tuple(entry["shape"]), None), size))
+    return outputs
+
+
+def header_length(value: str | None, body_length: int) -> int:
+    """Bytes of JSON in front of the binary data; the whole body without the header."""
+    length = body_length if value is None else int(value) if value.isdecimal() else -1
+    if not 0 <= length <= body_length:
+        raise InferError(Code.INTERNAL, f"the server's answer has a {HEADER_LENGTH} of {value} in {body_length} bytes")
+    return length
+
+
+def decode_infer(value: str | None, body: bytes) -> InferAnswer:
+    """The answer of a body that was read in one piece; `value` is its Inference-Header-Content-Length."""
+    view = memoryview(body)
+    position = header_length(value, len(body))
+    outputs = []
+    for tensor, size in decode_head(bytes(view[:position])):
+        tensor.data = view[position : position + size]
+        position += size
+        outputs.append(tensor)
+    check_end(position, len(body))
+    return InferAnswer(outputs)
+
+
+def check_end(position: int, body_length: int) -> None:
+    """Raises InferError unless the outputs' bytes are all there are."""
+    if position != body_length:
+        raise InferError(
+            Code.INTERNAL, f"the server's answer has {body_length} bytes, its outputs end at byte {position}"
+        )
+
+
+def error_of(status: int, body: bytes) -> InferError:
+    """The error that an answer with another status than 200 carries."""
+    code = _CODES.get(status, Code.INVALID_ARG if 400 <= status < 500 else Code.UNKNOWN)
+    try:
+        text = json.loads(body)["error"]
+    except (ValueError, TypeError, KeyError):
+        text = body.decode("utf-8", "replace")[:_MAX_TEXT].strip()
+    return InferError(code, transport.plain(str(text)) if text else f"the server answered with HTTP status {status}")
+
+
+def _get(address: Address, path: str, read: Callable[[bytes], Any]) -> HttpCall:
+    return HttpCall("GET", address.path + path, (), {}, read)
+
+
+def _post(address: Address, path: str, read: Callable[[bytes], Any], *, repeatable: bool = False) -> HttpCall:
+    return HttpCall("POST", address.path + path, (b"{}",), {"Content-Type": "application/json"}, read, repeatable)
+
+
+def _model(model: str, version: str) -> str:
+    path = f"/v2/models/{_quoted(model)}"
+    return f"{path}/versions/{_quoted(version)}" if version else path
+
+
+def _quoted(name: str) -> str:
+    return quote(name, safe="")
+
+
+def _nothing(body: bytes) -> None:
+    return None
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise InferError(Code.INTERNAL, f"the server's answer is no JSON: {error}") from None
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    value = _json(body)
+    if not isinstance(value, dict):
+        raise InferError(Code.INTERNAL, f"the server's answer is {type(value).__name__} where an object belongs")
+    return value
+
+
+def _index(body: bytes) -> list[IndexEntry]:
+    return msgspec.convert(_json(body), list[IndexEntry])
+
+
+class _Metadata(msgspec.Struct):
+    name: str
+    versions: list[str] = []
+    platform: str = ""
+    inputs: list[TensorMetadata] = []
+    outputs: list[TensorMetadata] = []
+
+
+def _metadata(body: bytes, version: str) -> ModelMetadata:
+    found = msgspec.convert(_object(body), _Metadata)
+    return ModelMetadata(
+        name=found.name,
+        version=version or transport.latest(found.versions),
+        versions=tuple(found.versions),
+        platform=found.platform,
+        inputs=tuple(found.inputs),
+        outputs=tuple(found.outputs),
+    )
+
+
+def _statistics(body: bytes) -> list[dict[str, Any]]:
+    stats: list[dict[str, Any]] = _object(body).get("model_stats", [])
+    return stats
