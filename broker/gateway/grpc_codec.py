@@ -48,15 +48,20 @@ def parse(message: Any, raw: Buffer) -> Any:
         raise InferError(Code.INTERNAL, f"failed to parse the request as {message.DESCRIPTOR.full_name}") from None
 
 
-def decode_request(raw: bytes) -> InferRequest:
-    """A ModelInferRequest. Large tensors are views of `raw`, not copies. Raises InferError with Triton's texts."""
+def decode_request(raw: bytes, understood: list[InferRequest] | None = None) -> InferRequest:
+    """A ModelInferRequest. Large tensors are views of `raw`, not copies. Raises InferError with Triton's texts.
+
+    The request is added to `understood` as soon as its model and id are known, for `stream_error`.
+    """
     message, contents = _parse_infer(raw)
     model = message.model_name
+    request = InferRequest(model, message.model_version, message.id)
+    if understood is not None:
+        understood.append(request)
     for what in ("inputs", "outputs", "parameters"):
         if len(getattr(message, what)) > MAX_ENTRIES:
             given = len(getattr(message, what))
             raise _invalid(f"expected at most {MAX_ENTRIES} {what} but got {given} {what} for model '{model}'")
-    request = InferRequest(model, message.model_version, message.id)
     if message.parameters:
         _read_parameters(request, message.parameters)
     request.inputs = _read_inputs(message, contents)
@@ -317,8 +322,9 @@ def _joined(head: bytes, outputs: Iterable[OutputTensor]) -> bytes:
     for output in outputs:
         data = b"" if output.data is None else output.data
         length = data.nbytes if isinstance(data, memoryview) else len(data)
-        parts += (_RAW_OUTPUT_TAG, varint(length), data)
-        size += length
+        prefix = _RAW_OUTPUT_TAG + varint(length)
+        parts += (prefix, data)
+        size += len(prefix) + length
     if size > MAX_MESSAGE:
         raise _invalid(f"Response has byte size {size} which exceeds gRPC's byte size limit {MAX_MESSAGE}.")
     return b"".join(parts)

@@ -202,9 +202,7 @@ class GrpcServer:
             raise InferError(Code.UNAVAILABLE, _EXITING)
         self.budget.take(len(raw))
         try:
-            request = decode_request(raw)
-            if understood is not None:
-                understood.append(request)
+            request = decode_request(raw, understood)
             if self._options.grpc_header_forward_pattern:
                 self._forward_metadata(request, metadata)
             return encode_response(await self._service.infer(request, caller), final)
