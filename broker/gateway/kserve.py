@@ -163,6 +163,9 @@ class Service(Protocol):
     async def statistics(self, model: str, version: str) -> list[dict[str, Any]]:
         """`model_stats` in Triton's JSON form."""
 
+    async def metrics(self) -> dict[str, Any]:
+        """The document of `broker.metrics`."""
+
     async def index(self, ready: bool) -> Sequence[IndexEntry]:
         """The repository index."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, final
 
@@ -49,10 +48,6 @@ class Policy(Protocol):
         """Raises Restricted."""
 
 
-def _ignore(*_: object) -> None:
-    """Nobody counts."""
-
-
 @final
 class GatewayService:
     """Implements `broker.gateway.kserve.Service`. Made by the gateway's process on its adopted session."""
@@ -68,7 +63,6 @@ class GatewayService:
         self._idle.set()
         self._client = client
         self._access = access
-        self.on_ended: Callable[[str, int, bool], None] = _ignore  # (transport, ns, failed) of every inference request
         self.shared = RegionCache(client, allowed=options.allow_client_shm)
         self.inference = Inference(client, self.shared)
 
@@ -147,12 +141,6 @@ class GatewayService:
         reply, _ = await self._client.call(GetStatistics(model=model, version=version))
         assert isinstance(reply, Statistics)
         return list(reply.model_stats)
-
-    async def metrics(self) -> dict[str, Any]:
-        """The document of `broker.metrics`."""
-        reply, _ = await self._client.call(GetMetrics())
-        assert isinstance(reply, Metrics)
-        return reply.metrics
 
     async def index(self, ready: bool) -> Sequence[IndexEntry]:
         """The repository index; `ready`: only what is."""

@@ -92,6 +92,9 @@ class FakeService:
             }
         ]
 
+    async def metrics(self) -> dict[str, Any]:
+        return {}
+
     async def index(self, ready: bool) -> list[IndexEntry]:
         entries = [IndexEntry(name="add1", version="1", state="READY"), IndexEntry(name="never")]
         return [entry for entry in entries if entry.state == "READY" or not ready]

@@ -1,0 +1,357 @@
+"""Prometheus's text from the document of `broker.metrics`: Triton's names, labels, types and units, then our own.
+
+Triton's counters have no `_total`, which the client library appends to every counter's name: they are made as gauges,
+and the type is set right in the text. Our own names begin with `tensorbroker_` and follow Prometheus's conventions
+(seconds, bytes, `_total`). Used by `broker.gateway.metrics`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, final
+
+from prometheus_client import generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+
+from shm.statistics import BOUNDS_NS
+
+Document = Mapping[str, Any]
+Row = Mapping[str, Any]
+
+MODEL = ("model", "version")
+FIRST_RESPONSE_MS = (100, 500, 2000, 5000)  # Triton's default buckets; all of them are bounds that are counted
+QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)  # Triton's default
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+_PARTS = ("queue", "compute_input", "compute_infer", "compute_output")
+
+
+@final
+class Config(NamedTuple):
+    """What of --metrics-config has an effect."""
+
+    counters: bool = True  # counter_latencies
+    histograms: bool = False  # histogram_latencies
+    summaries: bool = False  # summary_latencies
+    quantiles: tuple[float, ...] = QUANTILES  # summary_quantiles
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, str]) -> Config:
+        """`settings`: as given. Quantiles' errors are Triton's estimator's and of no use here. Raises ValueError."""
+
+        def on(name: str, default: bool) -> bool:
+            return settings[name].lower() in ("true", "on", "1") if name in settings else default
+
+        quantiles: tuple[float, ...] = QUANTILES
+        if "summary_quantiles" in settings:
+            pairs = [pair.partition(":")[0] for pair in settings["summary_quantiles"].split(",")]
+            quantiles = tuple(float(quantile) for quantile in pairs)
+            if not all(0 <= quantile <= 1 for quantile in quantiles):
+                raise ValueError(f"quantiles must be in [0, 1]: {settings['summary_quantiles']}")
+        return cls(
+            on("counter_latencies", True), on("histogram_latencies", False), on("summary_latencies", False), quantiles
+        )
+
+
+def text(document: Document, config: Config, host: Mapping[str, float]) -> bytes:
+    """The exposition. `host`: nv_cpu_… gauges by name."""
+    families = [*_triton(document["models"], config), *_host(host), *_ours(document)]
+    return _plain_counters(generate_latest(_Families(families)), families)
+
+
+class _Families:
+    """A collector of what is there already."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        """As `prometheus_client.registry.Collector`."""
+        return self._families
+
+
+class _Counter(GaugeMetricFamily):
+    """A counter whose name stays as it is."""
+
+
+def _plain_counters(exposition: bytes, families: Iterable[Metric]) -> bytes:
+    # Lines begin so nowhere else: in help texts and label values the client library escapes line ends.
+    for family in families:
+        if isinstance(family, _Counter):
+            name = family.name.encode()
+            exposition = exposition.replace(b"\n# TYPE %b gauge\n" % name, b"\n# TYPE %b counter\n" % name, 1)
+    return exposition
+
+
+# --- Triton's -----------------------------------------------------------------------------------------------------
+
+
+def _triton(models: Sequence[Row], config: Config) -> Iterator[Metric]:
+    yield _counter(
+        "nv_inference_request_success",
+        "Number of successful inference requests, all batch sizes",
+        models,
+        lambda row: row["inference_stats"]["success"]["count"],
+    )
+    failures = _Counter(
+        "nv_inference_request_failure",
+        "Number of failed inference requests, all batch sizes",
+        labels=(*MODEL, "reason"),
+    )
+    for row in models:
+        for reason, count in row["failures"].items():
+            failures.add_metric((*_labels(row), reason), count)
+    yield failures
+    yield _counter(
+        "nv_inference_count",
+        "Number of inferences performed (does not include cached requests)",
+        models,
+        lambda row: row["inference_count"],
+    )
+    yield _counter(
+        "nv_inference_exec_count",
+        "Number of model executions performed (does not include cached requests)",
+        models,
+        lambda row: row["execution_count"],
+    )
+    if config.counters:
+        yield from _durations(models)
+    pending = GaugeMetricFamily(
+        "nv_inference_pending_request_count",
+        "Instantaneous number of pending requests awaiting execution per-model.",
+        labels=MODEL,
+    )
+    load = GaugeMetricFamily("nv_model_load_duration_secs", "Model load time in seconds", labels=MODEL)
+    for row in models:
+        pending.add_metric(_labels(row), row["pending"])
+        load.add_metric(_labels(row), row["load_s"])
+    yield pending
+    yield load
+    if config.histograms:
+        yield _first_response(models)
+    if config.summaries:
+        yield from _summaries(models, config.quantiles)
+    for name, what in (("total", "total memory size"), ("used", "used memory size")):
+        pool = GaugeMetricFamily(f"nv_pinned_memory_pool_{name}_bytes", f"Pinned memory pool {what}, in bytes")
+        pool.add_metric((), 0)  # there is no such pool: tensors stay in clients' memory
+        yield pool
+
+
+def _durations(models: Sequence[Row]) -> Iterator[Metric]:
+    texts = {
+        "success": ("request", "Cumulative inference request duration in microseconds (includes cached requests)"),
+        "queue": ("queue", "Cumulative inference queuing duration in microseconds (includes cached requests)"),
+        "compute_input": (
+            "compute_input",
+            "Cumulative compute input duration in microseconds (does not include cached requests)",
+        ),
+        "compute_infer": (
+            "compute_infer",
+            "Cumulative compute inference duration in microseconds (does not include cached requests)",
+        ),
+        "compute_output": (
+            "compute_output",
+            "Cumulative inference compute output duration in microseconds (does not include cached requests)",
+        ),
+    }
+    for part, (name, documentation) in texts.items():
+        family = _Counter(f"nv_inference_{name}_duration_us", documentation, labels=MODEL)
+        for row in models:
+            family.add_metric(_labels(row), row["inference_stats"][part]["ns"] // 1000)
+        yield family
+
+
+def _first_response(models: Sequence[Row]) -> Metric:
+    family = HistogramMetricFamily(
+        "nv_inference_first_response_histogram_ms",
+        "Duration from request to first response in milliseconds",
+        labels=MODEL,
+    )
+    for row in models:
+        below = dict(zip(BOUNDS_NS, accumulate(row["latency"]), strict=False))
+        buckets = [(str(float(bound)), float(below[bound * 1_000_000])) for bound in FIRST_RESPONSE_MS]
+        buckets.append(("+Inf", float(sum(row["latency"]))))
+        family.add_metric(_labels(row), buckets, row["inference_stats"]["success"]["ns"] / 1e6)
+    return family
+
+
+def _summaries(models: Sequence[Row], quantiles: Sequence[float]) -> Iterator[Metric]:
+    """Of all time. Quantiles exist for whole requests only, interpolated between the bounds that are counted."""
+    for part, name in (("success", "request"), *((part, part) for part in _PARTS)):
+        family = SummaryMetricFamily(
+            f"nv_inference_{name}_summary_us", f"Summary of inference {name} duration in microseconds", labels=MODEL
+        )
+        for row in models:
+            stats = row["inference_stats"][part]
+            labels = dict(zip(MODEL, _labels(row), strict=True))
+            for quantile in quantiles if part == "success" else ():
+                value = quantile_ns(row["latency"], quantile) / 1000
+                family.add_sample(family.name, {**labels, "quantile": str(quantile)}, value)
+            family.add_metric(_labels(row), stats["count"], stats["ns"] / 1000)
+        yield family
+
+
+def quantile_ns(latency: Sequence[int], quantile: float) -> float:
+    """The duration that `quantile` of all requests did not exceed; NaN without any. At most the highest bound."""
+    if not any(latency):
+        return float("nan")
+    wanted, below, lower = quantile * sum(latency), 0, 0
+    for upper, count in zip(BOUNDS_NS, latency, strict=False):
+        if count and below + count >= wanted:
+            return float(lower + (upper - lower) * (wanted - below) / count)
+        below, lower = below + count, upper
+    return float(BOUNDS_NS[-1])
+
+
+def _host(host: Mapping[str, float]) -> Iterator[Metric]:
+    texts = {
+        "nv_cpu_utilization": "CPU utilization rate [0.0 - 1.0]",
+        "nv_cpu_memory_total_bytes": "CPU total memory (RAM), in bytes",
+        "nv_cpu_memory_used_bytes": "CPU used memory (RAM), in bytes",
+    }
+    for name, value in host.items():
+        family = GaugeMetricFamily(name, texts[name])
+        family.add_metric((), value)
+        yield family
+
+
+# --- our own ------------------------------------------------------------------------------------------------------
+
+
+def _ours(document: Document) -> Iterator[Metric]:
+    models = document["models"]
+    yield from _traffic(document["transports"])
+    yield _histogram(
+        "tensorbroker_request_duration_seconds",
+        "Successful requests by time in the worker, from taken to answered",
+        MODEL,
+        ((_labels(row), row["latency"], row["inference_stats"]["success"]["ns"]) for row in models),
+    )
+    yield _batch_sizes(models)
+    depth = GaugeMetricFamily("tensorbroker_model_queue_depth", "Requests that wait for the model now", labels=MODEL)
+    retried = CounterMetricFamily(
+        "tensorbroker_retried_requests", "Requests run again after their worker had died", labels=MODEL
+    )
+    copied = CounterMetricFamily(
+        "tensorbroker_copied_bytes", "Bytes of tensors that a worker had to copy, and why", labels=(*MODEL, "reason")
+    )
+    for row in models:
+        depth.add_metric(_labels(row), row["pending"])
+        retried.add_metric(_labels(row), row["retried"])
+        for reason, count in row["copied_bytes"].items():
+            copied.add_metric((*_labels(row), reason), count)
+    yield from (depth, retried, copied)
+    yield _labelled(
+        GaugeMetricFamily,
+        "client_queue_depth",
+        "Requests of a session that are queued or run now (the sessions that have channels)",
+        "session",
+        document["clients"],
+    )
+    yield from _memory(document)
+    yield from _processes(document)
+
+
+def _traffic(transports: Mapping[str, Row]) -> Iterator[Metric]:
+    counts = {name: row["requests"] for name, row in transports.items()}
+    failed = {name: row["failed"] for name, row in transports.items() if "failed" in row}
+    yield _labelled(
+        CounterMetricFamily, "requests", "Inference requests that have ended, by transport", "transport", counts
+    )
+    yield _labelled(
+        CounterMetricFamily, "failed_requests", "Those of a gateway that ended with an error", "transport", failed
+    )
+    yield _histogram(
+        "tensorbroker_gateway_duration_seconds",
+        "Requests of a gateway by time from decoded to answered",
+        ("transport",),
+        (((name,), row["latency"], row["ns"]) for name, row in transports.items() if "latency" in row),
+    )
+
+
+def _batch_sizes(models: Sequence[Row]) -> Metric:
+    family = HistogramMetricFamily("tensorbroker_batch_size", "Model executions by their rows", labels=MODEL)
+    for row in models:
+        executions = [(each["batch_size"], each["compute_infer"]["count"]) for each in row["batch_stats"]]
+        buckets = [
+            (str(float(bound)), float(sum(count for size, count in executions if size <= bound)))
+            for bound in BATCH_SIZES
+        ]
+        buckets.append(("+Inf", float(sum(count for _, count in executions))))
+        family.add_metric(_labels(row), buckets, row["inference_count"])
+    return family
+
+
+def _memory(document: Document) -> Iterator[Metric]:
+    regions = document["regions"]
+    counts = {kind: row["count"] for kind, row in regions.items()}
+    sizes = {kind: row["byte_size"] for kind, row in regions.items()}
+    yield _labelled(GaugeMetricFamily, "regions", "Registered regions", "kind", counts)
+    yield _labelled(GaugeMetricFamily, "region_bytes", "Bytes of registered regions", "kind", sizes)
+    limit = GaugeMetricFamily("tensorbroker_region_limit_bytes", "Limit on memory held for clients (--region-memory)")
+    limit.add_metric((), document["region_limit"])
+    sessions = GaugeMetricFamily("tensorbroker_sessions", "Open sessions, those of gateways included")
+    sessions.add_metric((), document["sessions"])
+    yield from (limit, sessions)
+
+
+def _processes(document: Document) -> Iterator[Metric]:
+    workers, gateways = document["workers"], document["gateways"]
+    for name, key, documentation in (
+        ("worker_restarts", "restarts", "Worker processes that were replaced"),
+        ("lost_wakeups", "lost_wakeups", "Sleeps that ended by their bound with work present; anything but 0 is a bug"),
+        ("worker_requests", "requests", "Requests that a worker has taken"),
+        ("worker_refused_entries", "refused", "Entries of channels that broke a rule"),
+        ("worker_recovered_requests", "recovered", "Requests taken over from a worker that died"),
+    ):
+        values = {worker: row[key] for worker, row in workers.items()}
+        yield _labelled(CounterMetricFamily, name, documentation, "worker", values)
+    flying = {worker: row["in_flight"] for worker, row in workers.items()}
+    yield _labelled(
+        GaugeMetricFamily, "worker_in_flight", "Requests that a worker has queued and runs", "worker", flying
+    )
+    restarts = {gateway: row["restarts"] for gateway, row in gateways.items()}
+    documentation = "Gateway processes that were replaced"
+    yield _labelled(CounterMetricFamily, "gateway_restarts", documentation, "gateway", restarts)
+
+
+# --- parts --------------------------------------------------------------------------------------------------------
+
+
+def _labels(row: Row) -> tuple[str, str]:
+    return row["name"], row["version"]
+
+
+def _counter(name: str, documentation: str, models: Sequence[Row], value: Any) -> Metric:
+    family = _Counter(name, documentation, labels=MODEL)
+    for row in models:
+        family.add_metric(_labels(row), value(row))
+    return family
+
+
+def _labelled(kind: Any, name: str, documentation: str, label: str, values: Mapping[str, float]) -> Metric:
+    family: Metric = kind(f"tensorbroker_{name}", documentation, labels=(label,))
+    for key, value in values.items():
+        family.add_metric((key,), value)  # type: ignore[attr-defined]
+    return family
+
+
+def _histogram(
+    name: str,
+    documentation: str,
+    labels: Sequence[str],
+    rows: Iterable[tuple[Sequence[str], Sequence[int], int]],
+) -> Metric:
+    """Of durations: `rows` are label values, counts by the bounds of `BOUNDS_NS`, and the sum in ns."""
+    family = HistogramMetricFamily(name, documentation, labels=labels)
+    for values, latency, total_ns in rows:
+        below = [float(count) for count in accumulate(latency)]
+        bounds = [*(str(bound / 1e9) for bound in BOUNDS_NS), "+Inf"]
+        family.add_metric(values, list(zip(bounds, below, strict=True)), total_ns / 1e9)
+    return family
