@@ -1,0 +1,226 @@
+"""/metrics: what a document becomes, read back by the parser that Prometheus's own client has."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from broker.gateway import exposition
+from broker.gateway.exposition import Config
+from shm.statistics import BOUNDS_NS, LATENCIES, bucket
+
+DEFAULT = Config()
+DURATIONS = ("success", "queue", "compute_input", "compute_infer", "compute_output")
+
+
+def latency(*durations_ns: int) -> list[int]:
+    counts = [0] * LATENCIES
+    for ns in durations_ns:
+        counts[bucket(ns)] += 1
+    return counts
+
+
+def model(name: str = "m", **changes: Any) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "name": name,
+        "version": "3",
+        "inference_count": 12,
+        "execution_count": 4,
+        "inference_stats": {part: {"count": 4, "ns": 1_000_999 * at} for at, part in enumerate(DURATIONS, 1)},
+        "batch_stats": [
+            {"batch_size": 1, "compute_infer": {"count": 2, "ns": 1}},
+            {"batch_size": 5, "compute_infer": {"count": 1, "ns": 1}},
+            {"batch_size": 100, "compute_infer": {"count": 1, "ns": 1}},
+        ],
+        "retried": 1,
+        "pending": 7,
+        "copied_bytes": {"gather": 4096, "scatter": 0},
+        "latency": latency(9_000, 150_000, 150_000, 3_000_000_000),
+        "failures": {"REJECTED": 1, "CANCELED": 2, "BACKEND": 3, "OTHER": 0},
+        "load_s": 0.25,
+    }
+    return {**row, **changes}
+
+
+def document(*models: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "models": list(models),
+        "transports": {
+            "native": {"requests": 1000},
+            "http": {"requests": 5, "failed": 1, "ns": 2_000_000_000, "latency": latency(20_000, 15_000_000_000)},
+        },
+        "regions": {"pool": {"count": 2, "byte_size": 8192}, "system": {"count": 1, "byte_size": 4096}},
+        "region_limit": 1 << 40,
+        "clients": {"17": 3},
+        "sessions": 2,
+        "workers": {
+            "cpu/default": {
+                "restarts": 1,
+                "lost_wakeups": 0,
+                "requests": 1005,
+                "refused": 2,
+                "recovered": 3,
+                "in_flight": 4,
+            }
+        },
+        "gateways": {"0": {"restarts": 5}},
+    }
+
+
+def families(
+    found: dict[str, Any], config: Config = DEFAULT, host: dict[str, float] | None = None
+) -> dict[str, tuple[str, dict[str, float]]]:
+    """name → type, and value by `name{labels}`."""
+    text = exposition.text(found, config, host or {}).decode()
+    read = {}
+    for family in text_string_to_metric_families(text):
+        samples = {}
+        for sample in family.samples:
+            labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
+            # The parser gives every counter the suffix that Triton's lack.
+            name = sample.name.removesuffix("_total") if sample.name.startswith("nv_") else sample.name
+            samples[f"{name}{{{labels}}}" if labels else name] = sample.value
+        assert family.documentation
+        read[family.name] = (family.type, samples)
+    return read
+
+
+def test_tritons_counters_have_tritons_names_and_the_type_of_counters() -> None:
+    text = exposition.text(document(model()), Config(), {}).decode()
+    assert '\n# TYPE nv_inference_count counter\nnv_inference_count{model="m",version="3"} 12.0\n' in text
+    assert "nv_inference_count_total" not in text
+    for name in ("request_success", "exec_count", "request_duration_us", "queue_duration_us"):
+        assert f"# TYPE nv_inference_{name} counter\n" in text
+    assert "# TYPE nv_inference_pending_request_count gauge\n" in text
+    assert "# TYPE nv_model_load_duration_secs gauge\n" in text
+
+
+def test_tritons_values_and_units() -> None:
+    found = families(document(model()))
+    labels = "{model=m,version=3}"
+    values = {
+        "nv_inference_request_success": 4,
+        "nv_inference_count": 12,
+        "nv_inference_exec_count": 4,
+        "nv_inference_request_duration_us": 1000,
+        "nv_inference_queue_duration_us": 2001,
+        "nv_inference_compute_input_duration_us": 3002,
+        "nv_inference_compute_infer_duration_us": 4003,
+        "nv_inference_compute_output_duration_us": 5004,
+        "nv_inference_pending_request_count": 7,
+        "nv_model_load_duration_secs": 0.25,
+    }
+    assert {name: found[name][1][name + labels] for name in values} == values
+    assert found["nv_inference_request_failure"][1] == {
+        f"nv_inference_request_failure{{model=m,reason={reason},version=3}}": count
+        for reason, count in (("REJECTED", 1), ("CANCELED", 2), ("BACKEND", 3), ("OTHER", 0))
+    }
+    assert found["nv_pinned_memory_pool_total_bytes"][1] == {"nv_pinned_memory_pool_total_bytes": 0}
+
+
+def test_a_model_has_all_its_series_before_its_first_request() -> None:
+    zero = {part: {"count": 0, "ns": 0} for part in DURATIONS}
+    failures = dict.fromkeys(("REJECTED", "CANCELED", "BACKEND", "OTHER"), 0)
+    found = families(document(model(inference_stats=zero, failures=failures, batch_stats=[], latency=latency())))
+    assert len(found["nv_inference_request_failure"][1]) == 4
+    assert found["tensorbroker_batch_size"][1]["tensorbroker_batch_size_count{model=m,version=3}"] == 0
+
+
+def test_our_own_series() -> None:
+    found = families(document(model()))
+    values = {name: value for kind, samples in found.values() for name, value in samples.items()}
+    expected = {
+        "tensorbroker_requests_total{transport=native}": 1000,
+        "tensorbroker_requests_total{transport=http}": 5,
+        "tensorbroker_failed_requests_total{transport=http}": 1,
+        "tensorbroker_regions{kind=pool}": 2,
+        "tensorbroker_region_bytes{kind=system}": 4096,
+        "tensorbroker_region_limit_bytes": 1 << 40,
+        "tensorbroker_sessions": 2,
+        "tensorbroker_copied_bytes_total{model=m,reason=gather,version=3}": 4096,
+        "tensorbroker_model_queue_depth{model=m,version=3}": 7,
+        "tensorbroker_client_queue_depth{session=17}": 3,
+        "tensorbroker_worker_restarts_total{worker=cpu/default}": 1,
+        "tensorbroker_lost_wakeups_total{worker=cpu/default}": 0,
+        "tensorbroker_gateway_restarts_total{gateway=0}": 5,
+        "tensorbroker_retried_requests_total{model=m,version=3}": 1,
+    }
+    assert {name: values.get(name) for name in expected} == expected
+    assert found["tensorbroker_requests"][0] == "counter"
+    assert "tensorbroker_failed_requests_total{transport=native}" not in values
+
+
+def test_histograms_are_cumulative_and_in_base_units() -> None:
+    found = families(document(model()))
+    kind, samples = found["tensorbroker_request_duration_seconds"]
+    assert kind == "histogram"
+    name = "tensorbroker_request_duration_seconds"
+    assert samples[f"{name}_bucket{{le=1e-05,model=m,version=3}}"] == 1
+    assert samples[f"{name}_bucket{{le=0.0002,model=m,version=3}}"] == 3
+    assert samples[f"{name}_bucket{{le=2.0,model=m,version=3}}"] == 3
+    assert samples[f"{name}_bucket{{le=+Inf,model=m,version=3}}"] == 4
+    assert samples[f"{name}_count{{model=m,version=3}}"] == 4
+    assert samples[f"{name}_sum{{model=m,version=3}}"] == pytest.approx(0.001000999)
+    assert sum("_bucket" in sample for sample in samples) == LATENCIES
+    gateway = found["tensorbroker_gateway_duration_seconds"][1]
+    assert gateway["tensorbroker_gateway_duration_seconds_bucket{le=10.0,transport=http}"] == 1
+    assert gateway["tensorbroker_gateway_duration_seconds_count{transport=http}"] == 2
+    batch = found["tensorbroker_batch_size"][1]
+    at = {le: batch[f"tensorbroker_batch_size_bucket{{le={le},model=m,version=3}}"] for le in ("1.0", "4.0", "8.0")}
+    assert at == {"1.0": 2, "4.0": 2, "8.0": 3}
+    assert batch["tensorbroker_batch_size_count{model=m,version=3}"] == 4
+    assert batch["tensorbroker_batch_size_sum{model=m,version=3}"] == 12
+
+
+def test_what_metrics_config_asks_for() -> None:
+    found = families(document(model()))
+    assert not any("summary" in name or "first_response" in name for name in found)
+    settings = {"counter_latencies": "false", "histogram_latencies": "ON", "summary_latencies": "1"}
+    found = families(document(model()), Config.parse({**settings, "summary_quantiles": "0.25:0.05,0.75:0.01"}))
+    assert "nv_inference_request_duration_us" not in found
+    kind, samples = found["nv_inference_first_response_histogram_ms"]
+    assert kind == "histogram"
+    name = "nv_inference_first_response_histogram_ms_bucket"
+    assert {le: samples[f"{name}{{le={le},model=m,version=3}}"] for le in ("100.0", "2000.0", "5000.0", "+Inf")} == {
+        "100.0": 3,
+        "2000.0": 3,
+        "5000.0": 4,
+        "+Inf": 4,
+    }
+    kind, samples = found["nv_inference_request_summary_us"]
+    assert kind == "summary"
+    assert samples["nv_inference_request_summary_us_count{model=m,version=3}"] == 4
+    assert samples["nv_inference_request_summary_us{model=m,quantile=0.25,version=3}"] == 10
+    assert samples["nv_inference_request_summary_us{model=m,quantile=0.75,version=3}"] == 200
+    assert samples.keys() & {"nv_inference_request_summary_us{model=m,quantile=0.5,version=3}"} == set()
+    queue = found["nv_inference_queue_summary_us"][1]
+    assert queue["nv_inference_queue_summary_us_sum{model=m,version=3}"] == pytest.approx(2001.998)
+
+
+@pytest.mark.parametrize("quantiles", ["x:0.1", "1.5:0.1", "-0.1:0.1", ""])
+def test_quantiles_that_are_none_are_refused(quantiles: str) -> None:
+    with pytest.raises(ValueError, match=r"float|quantiles"):
+        Config.parse({"summary_quantiles": quantiles})
+
+
+def test_quantiles_lie_between_the_bounds() -> None:
+    assert exposition.quantile_ns(latency(*[15_000] * 4), 0.5) == 15_000
+    assert exposition.quantile_ns(latency(*[1_000] * 4), 1.0) == BOUNDS_NS[0]
+    assert exposition.quantile_ns(latency(10**12), 0.5) == BOUNDS_NS[-1]
+    assert math.isnan(exposition.quantile_ns(latency(), 0.5))
+
+
+def test_the_hosts_gauges() -> None:
+    found = families(document(), host={"nv_cpu_utilization": 0.5})
+    assert found["nv_cpu_utilization"] == ("gauge", {"nv_cpu_utilization": 0.5})
+    assert "nv_cpu_utilization" not in families(document())
+
+
+def test_names_that_nobody_expects_are_escaped() -> None:
+    name = 'a"\n# TYPE nv_inference_exec_count gauge\n\\'
+    found = families(document(model(name)))
+    kind, samples = found["nv_inference_exec_count"]
+    assert (kind, len(samples)) == ("counter", 1)
