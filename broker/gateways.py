@@ -22,7 +22,7 @@ from typing import Protocol, final
 
 import msgspec
 
-from broker.gateway.options import GatewayOptions, LogOptions
+from broker.gateway.options import SOCKETS, GatewayOptions, LogOptions
 from broker.gateway_flags import listeners
 from broker.records import Peer
 from broker.supervision import BackOff
@@ -95,6 +95,7 @@ class Gateways:
             _Gateway(msgspec.structs.replace(options, index=index), sessions, entry)
             for index in range(options.gateways)
         ]
+        self._directory = options.directory
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -153,6 +154,9 @@ class Gateways:
             for gateway in self._gateways:
                 gateway.kill("did not end with its session")
             await self.ended(LINGER_S)
+        for name in SOCKETS if self._gateways else ():
+            with contextlib.suppress(FileNotFoundError):  # a gateway that was killed leaves its sockets
+                os.unlink(os.path.join(self._directory, name))
         for gateway in self._gateways:
             gateway.close()
 

@@ -111,7 +111,6 @@ class Server:
         status.gateways = self._gateways.rows
         self._control.on_serving = self._gateways.on_serving
         self._control.metrics = self._metrics(blocks)
-        self._version = version
         self._truncations = Truncations()
         self._workers.on_region_shrunk = self._region_shrunk
 
@@ -193,7 +192,7 @@ class Server:
             return f"error: creating server: Internal - {error.message}"
         logs.table(log, backend_table(self._models.backends(), self._options))
         logs.table(log, self._models.table())
-        logs.table(log, option_table(self._options, self._version))
+        logs.table(log, option_table(self._options))
         if self._options.exit_on_error and any(model.state == UNAVAILABLE for model in self._models.all()):
             return (
                 "error: creating server: Internal - failed to load all models (--exit-on-error=false serves those that "

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from importlib.metadata import entry_points
 
-from broker.gateway.options import EXTENSIONS
+from broker.gateway.options import EXTENSIONS, SERVER_VERSION
 from broker.options import Options
 from broker.tables import ascii_table
 
@@ -22,12 +22,12 @@ def backend_table(used: Iterable[str], options: Options) -> str:
     return ascii_table(("Backend", "Path", "Config"), rows)
 
 
-def option_table(options: Options, version: str) -> str:
+def option_table(options: Options) -> str:
     """What this server is and how it was told to be."""
     explicit = enumerate(options.load_model if options.model_control_mode == "explicit" else ())
     rows = [
         ("server_id", options.gateway.server_name),
-        ("server_version", version),
+        ("server_version", SERVER_VERSION),
         ("server_extensions", " ".join(EXTENSIONS)),
         *((f"model_repository_path[{index}]", path) for index, path in enumerate(options.model_repository)),
         ("model_control_mode", _MODES[options.model_control_mode]),

@@ -17,7 +17,8 @@ Category = Literal[
     "trace",
     "logging",
 ]  # what the restricted-API settings name
-EXTENSIONS = (
+SERVER_VERSION = "2.73.0"  # the Triton whose protocol this is
+EXTENSIONS: tuple[str, ...] = (
     "classification",
     "sequence",
     "model_repository",
@@ -32,6 +33,7 @@ EXTENSIONS = (
     "trace",
     "logging",
 )  # of the server's metadata, in Triton's order
+SOCKETS = ("http.sock", "grpc.sock", "zmq.sock")  # in the run directory
 MAX_INPUT_SIZE = 64 << 20  # bytes, Triton's default of --http-max-input-size
 
 

@@ -169,11 +169,11 @@ def test_start_up_tables():
     )
     rows = {
         cells[1].strip(): cells[2].strip()
-        for cells in (line.split("|") for line in option_table(options, "1.2").splitlines())
+        for cells in (line.split("|") for line in option_table(options).splitlines())
         if len(cells) == 4
     }
     assert rows["server_id"] == "triton"
-    assert rows["server_version"] == "1.2"
+    assert rows["server_version"] == "2.73.0"
     assert rows["server_extensions"].startswith("classification sequence model_repository ")
     assert rows["model_repository_path[1]"] == "/b"
     assert rows["model_control_mode"] == "MODE_EXPLICIT"

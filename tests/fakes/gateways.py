@@ -1,0 +1,53 @@
+"""A broker with its network front ends on ports of its own, for tests; and the plainest of HTTP clients."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.fakes.broker import Broker
+
+FLAGS = ("http", "grpc", "metrics")
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on at this moment."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [taken.getsockname()[1] for taken in sockets]
+
+
+class Gateway(Broker):
+    """`tensorbroker serve` with a gateway; `ports` by protocol ("http", "grpc", "metrics")."""
+
+    def __init__(
+        self,
+        repository: Path,
+        directory: Path,
+        *flags: str,
+        before: Callable[[], None] | None = None,
+        gateways: int = 1,
+    ) -> None:
+        self.ports = dict(zip(FLAGS, free_ports(len(FLAGS)), strict=True))
+        ports = tuple(f"--{name}-port={port}" for name, port in self.ports.items())
+        super().__init__(repository, directory, f"--gateways={gateways}", *ports, *flags, before=before)
+
+    def get(self, path: str, service: str = "http") -> tuple[int, bytes]:
+        """Status and body; status 0 when nobody listens or the connection broke."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.ports[service], timeout=30)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, response.read()
+        except (OSError, http.client.HTTPException):
+            return 0, b""
+        finally:
+            connection.close()
+
+    def gateways(self) -> list[dict[str, object]]:
+        """What the status document says of gateways."""
+        rows: list[dict[str, object]] = self.status()["gateways"]
+        return rows
