@@ -22,7 +22,7 @@ from clientlib.remote.layout import Layout, Position
 from clientlib.remote.plans import ended_result
 from clientlib.remote.transport import InferAnswer, cancelled
 from clientlib.results import InferResult
-from shm.errors import InferError
+from shm.errors import Code, InferError
 
 if TYPE_CHECKING:
     from clientlib.remote.async_client import AsyncRemoteClient
@@ -145,7 +145,7 @@ class AsyncRemotePending(StaysHere):
         """Ask for an early end; False when it has ended already."""
         if self.done():
             return False
-        self._task.cancel()
+        self._give_up(cancelled())
         return True
 
     async def result(self, timeout: float | None = None) -> InferResult:
@@ -184,21 +184,31 @@ class AsyncRemotePending(StaysHere):
     def _expire(self) -> None:
         self._timer = None
         self._expired = True
-        self._task.cancel()
+        self._give_up(expired())
         if not self._future.done():
             self._future.set_result(None)
+
+    def _give_up(self, why: InferError) -> None:
+        """Nobody waits for the answer any more. Where the server shares no memory the ranges are free at once."""
+        if not self._layout.shared:
+            self._settle(why)
+        self._task.cancel()
 
     def _ended(self, task: asyncio.Task[InferAnswer]) -> None:
         end: InferAnswer | InferError
         if task.cancelled():
             end = closed() if self._remote.closed else cancelled()
         elif (error := task.exception()) is not None:
-            end = error if isinstance(error, InferError) else InferError("INTERNAL", repr(error))
+            end = error if isinstance(error, InferError) else InferError(Code.INTERNAL, repr(error))
         else:
             end = task.result()
-        self._end = ended_result(self._layout, self._at, self._copied, end)
+        self._settle(end)
         self._freed()
-        if self._timer is not None:
-            self._timer.cancel()
-        if not self._future.done():
-            self._future.set_result(None)
+
+    def _settle(self, end: InferAnswer | InferError) -> None:
+        if self._end is None:
+            self._end = ended_result(self._layout, self._at, self._copied, end)
+            if self._timer is not None:
+                self._timer.cancel()
+            if not self._future.done():
+                self._future.set_result(None)

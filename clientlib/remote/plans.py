@@ -23,7 +23,7 @@ from clientlib.plans import NOT_CARRIED, Plan, check_all, check_options, deadlin
 from clientlib.process import StaysHere
 from clientlib.remote.core import Remote, closed, deadline_of, with_options
 from clientlib.remote.layout import Layout, Position
-from clientlib.remote.transport import InferAnswer, InferRequest
+from clientlib.remote.transport import InferAnswer, InferRequest, cancelled
 from clientlib.results import InferResult
 from shm.errors import Code, InferError
 
@@ -185,6 +185,8 @@ class RemotePending(StaysHere):
         "_freed",
         "_layout",
         "_owner",
+        "_remote",
+        "_settling",
     )
     elsewhere = Pending.elsewhere
 
@@ -198,10 +200,12 @@ class RemotePending(StaysHere):
         freed: Callable[[], None],
     ) -> None:
         self._owner = owner  # keeps the client, the plan and with it its regions
+        self._remote = owner[0].remote
         self._layout, self._at, self._copied = layout, at, copied
         self._deadline_ns = deadline_ns
         self._freed = freed
         self._event = threading.Event()
+        self._settling = threading.Lock()
         self._end: InferResult | InferError | None = None
         self._expired = False
         self._cancel: Callable[[], None] | None = None
@@ -212,23 +216,21 @@ class RemotePending(StaysHere):
 
     def ended(self, end: InferAnswer | InferError) -> None:
         """The transport's word, from any thread, once."""
-        if self._owner[0].remote.closed and not isinstance(end, InferAnswer):
+        if self._remote.closed and not isinstance(end, InferAnswer):
             end = closed()
-        self._end = ended_result(self._layout, self._at, self._copied, end)
+        self._settle(end)
         self._freed()
-        self._event.set()
 
     def done(self) -> bool:
         """Has it ended? Never waits."""
-        self._owner[0].remote.check_process()
+        self._remote.check_process()
         return self._end is not None
 
     def cancel(self) -> bool:
-        """Ask for an early end; False when it has ended already."""
+        """Ask for an early end; False when it has ended already. A request that runs on shared memory runs on."""
         if self.done():
             return False
-        if self._cancel is not None:
-            self._cancel()
+        self._give_up(cancelled())
         return True
 
     def result(self, timeout: float | None = None) -> InferResult:
@@ -236,7 +238,7 @@ class RemotePending(StaysHere):
 
         At the request's own deadline it raises InferError UNAVAILABLE, whatever the server does.
         """
-        self._owner[0].remote.check_process()
+        self._remote.check_process()
         if self._end is None and not self._expired:
             ends = deadline_of(self._deadline_ns)
             patience = math.inf if timeout is None else time.monotonic() + seconds(timeout, now=True)
@@ -245,10 +247,23 @@ class RemotePending(StaysHere):
                 if ends > patience:
                     raise TimeoutError(f"no result within {timeout:g} s; the request goes on")
                 self._expired = True
-                self.cancel()
+                self._give_up(expired())
         if self._expired and not isinstance(self._end, InferResult):
             raise expired()
         assert self._end is not None
         if isinstance(self._end, InferError):
             raise self._end.with_traceback(None)
         return self._end
+
+    def _give_up(self, why: InferError) -> None:
+        """Nobody waits for the answer any more. Where the server shares no memory the ranges are free at once."""
+        if not self._layout.shared:
+            self._settle(why)
+        if self._cancel is not None:
+            self._cancel()
+
+    def _settle(self, end: InferAnswer | InferError) -> None:
+        with self._settling:  # what comes second must not write to ranges that are free again
+            if self._end is None:
+                self._end = ended_result(self._layout, self._at, self._copied, end)
+                self._event.set()
