@@ -51,6 +51,8 @@ class Broker:
     Without a gateway, whose ports would be in the way of other brokers, unless `flags` ask for one.
     """
 
+    module = "broker"
+
     def __init__(self, repository: Path, directory: Path, *flags: str, before: Callable[[], None] | None = None):
         self.directory = directory
         self.path = str(directory / "broker.sock")
@@ -65,7 +67,7 @@ class Broker:
         self._log_path = directory.with_name(f"{directory.name}.log")
         self._log = self._log_path.open("ab")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "broker", *arguments],
+            [sys.executable, "-m", self.module, *arguments],
             stdout=subprocess.PIPE,
             stderr=self._log,
             preexec_fn=in_child,
@@ -154,7 +156,7 @@ class HandClient:
         self.fds: list[int] = []
         self._last = 0
 
-    def send(self, kind: str, fds: Sequence[int] = (), **fields: Any) -> int:
+    def send(self, kind: str, /, fds: Sequence[int] = (), **fields: Any) -> int:
         """Send a request; returns its id."""
         self._last += 1
         self.send_raw(msgpack.packb({"type": kind, "id": self._last, **fields}), fds)
@@ -180,7 +182,7 @@ class HandClient:
             if message["type"] != "Starting":
                 return message
 
-    def ask(self, kind: str, fds: Sequence[int] = (), **fields: Any) -> dict[str, Any]:
+    def ask(self, kind: str, /, fds: Sequence[int] = (), **fields: Any) -> dict[str, Any]:
         """One request and its reply."""
         number = self.send(kind, fds, **fields)
         reply = self.receive()

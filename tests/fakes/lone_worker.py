@@ -53,6 +53,7 @@ class LoneWorker:
         theirs.close()
         self.pid = self.process.pid
         self.broken: list[messages.ChannelBroken] = []
+        self.idle: list[messages.RegionIdle] = []
         self._answers: dict[int, messages.ToBroker] = {}
         self._numbers = iter(range(1, 1 << 30))
         self._blocks = iter(range(1, 512))
@@ -74,17 +75,19 @@ class LoneWorker:
             self._read()
         return number in self._answers
 
-    def answer(self, number: int) -> None:
-        """Wait for the answer. Raises InferError when the worker refuses."""
+    def answer(self, number: int) -> str:
+        """Wait for the answer: its detail. Raises InferError when the worker refuses."""
         while number not in self._answers:
             self._read()
         answer = self._answers.pop(number)
         if isinstance(answer, messages.Refused):
             raise InferError(Code[answer.code], answer.message)
+        assert isinstance(answer, messages.Acknowledged)
+        return answer.detail
 
-    def ask(self, message: messages.LinkMessage, *fds: int) -> None:
+    def ask(self, message: messages.LinkMessage, *fds: int) -> str:
         """Send it and wait for the answer."""
-        self.answer(self.send(message, *fds))
+        return self.answer(self.send(message, *fds))
 
     def _read(self) -> None:
         assert select.select([self.link], [], [], LIMIT_S)[0], "the worker says nothing"
@@ -96,6 +99,8 @@ class LoneWorker:
                 assert message.pid == self.pid
             case messages.ChannelBroken():
                 self.broken.append(message)
+            case messages.RegionIdle():
+                self.idle.append(message)
             case _:
                 self._answers[message.id] = message
 
@@ -114,8 +119,11 @@ class LoneWorker:
         self.ask(memory.info, memory.fd)
         return memory
 
-    def retire_region(self, memory: Memory) -> None:
-        self.ask(messages.RetireRegion(region=memory.info.region, generation=memory.info.generation))
+    def retire_region(self, memory: Memory) -> str:
+        return self.ask(messages.RetireRegion(region=memory.info.region, generation=memory.info.generation))
+
+    def ask_region(self, memory: Memory) -> str:
+        return self.ask(messages.AskRegion(region=memory.info.region, generation=memory.info.generation))
 
     def word(self, word: int) -> int:
         """Of the worker's own block."""
@@ -145,10 +153,10 @@ class Session:
 
     numbers = iter(range(1, 1 << 30))
 
-    def __init__(self, worker: LoneWorker, slots: int = 16, memory: Memory | None = None) -> None:
+    def __init__(self, worker: LoneWorker, slots: int = 16, memory: Memory | None = None, kind: str = "pool") -> None:
         self.worker = worker
         self.number = next(self.numbers)
-        self.memory = worker.add_region(Memory() if memory is None else Memory(fd=memory.fd))
+        self.memory = worker.add_region(Memory(kind=kind) if memory is None else Memory(fd=memory.fd))
         self.twin = Twin(slots)
         self.client: ClientChannel = self.twin.client()
         self.channel = next(worker._channels)
