@@ -7,6 +7,7 @@ and the type is set right in the text. Our own names begin with `tensorbroker_` 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, final
@@ -29,6 +30,7 @@ MODEL = ("model", "version")
 FIRST_RESPONSE_MS = (100, 500, 2000, 5000)  # Triton's default buckets; all of them are bounds that are counted
 QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)  # Triton's default
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+_INTEGERS = re.compile(rb"(?m)^([^#\n].* \d+)\.0$")  # Triton writes 3, the client library 3.0
 _PARTS = ("queue", "compute_input", "compute_infer", "compute_output")
 
 
@@ -62,7 +64,7 @@ class Config(NamedTuple):
 def text(document: Document, config: Config, host: Mapping[str, float]) -> bytes:
     """The exposition. `host`: nv_cpu_… gauges by name."""
     families = [*_triton(document["models"], config), *_host(host), *_ours(document)]
-    return _plain_counters(generate_latest(_Families(families)), families)
+    return _INTEGERS.sub(rb"\1", _plain_counters(generate_latest(_Families(families)), families))
 
 
 class _Families:
@@ -95,13 +97,13 @@ def _plain_counters(exposition: bytes, families: Iterable[Metric]) -> bytes:
 def _triton(models: Sequence[Row], config: Config) -> Iterator[Metric]:
     yield _counter(
         "nv_inference_request_success",
-        "Number of successful inference requests, all batch sizes",
+        "Requests that ended with a result",
         models,
         lambda row: row["inference_stats"]["success"]["count"],
     )
     failures = _Counter(
         "nv_inference_request_failure",
-        "Number of failed inference requests, all batch sizes",
+        "Requests that ended without one, by reason",
         labels=(*MODEL, "reason"),
     )
     for row in models:
@@ -110,13 +112,13 @@ def _triton(models: Sequence[Row], config: Config) -> Iterator[Metric]:
     yield failures
     yield _counter(
         "nv_inference_count",
-        "Number of inferences performed (does not include cached requests)",
+        "Rows that models have run on: a request of batch size n counts n times",
         models,
         lambda row: row["inference_count"],
     )
     yield _counter(
         "nv_inference_exec_count",
-        "Number of model executions performed (does not include cached requests)",
+        "Runs of models: a batch of requests is one",
         models,
         lambda row: row["execution_count"],
     )
@@ -124,10 +126,12 @@ def _triton(models: Sequence[Row], config: Config) -> Iterator[Metric]:
         yield from _durations(models)
     pending = GaugeMetricFamily(
         "nv_inference_pending_request_count",
-        "Instantaneous number of pending requests awaiting execution per-model.",
+        "Requests that wait for the model now",
         labels=MODEL,
     )
-    load = GaugeMetricFamily("nv_model_load_duration_secs", "Model load time in seconds", labels=MODEL)
+    load = GaugeMetricFamily(
+        "nv_model_load_duration_secs", "How long the latest load of the model took, in seconds", labels=MODEL
+    )
     for row in models:
         pending.add_metric(_labels(row), row["pending"])
         load.add_metric(_labels(row), row["load_s"])
@@ -137,30 +141,22 @@ def _triton(models: Sequence[Row], config: Config) -> Iterator[Metric]:
         yield _first_response(models)
     if config.summaries:
         yield from _summaries(models, config.quantiles)
-    for name, what in (("total", "total memory size"), ("used", "used memory size")):
-        pool = GaugeMetricFamily(f"nv_pinned_memory_pool_{name}_bytes", f"Pinned memory pool {what}, in bytes")
+    for name, what in (("total", "size"), ("used", "part in use")):
+        pool = GaugeMetricFamily(f"nv_pinned_memory_pool_{name}_bytes", f"Bytes of the pinned memory pool: {what}")
         pool.add_metric((), 0)  # there is no such pool: tensors stay in clients' memory
         yield pool
 
 
 def _durations(models: Sequence[Row]) -> Iterator[Metric]:
     texts = {
-        "success": ("request", "Cumulative inference request duration in microseconds (includes cached requests)"),
-        "queue": ("queue", "Cumulative inference queuing duration in microseconds (includes cached requests)"),
-        "compute_input": (
-            "compute_input",
-            "Cumulative compute input duration in microseconds (does not include cached requests)",
-        ),
-        "compute_infer": (
-            "compute_infer",
-            "Cumulative compute inference duration in microseconds (does not include cached requests)",
-        ),
-        "compute_output": (
-            "compute_output",
-            "Cumulative inference compute output duration in microseconds (does not include cached requests)",
-        ),
+        "success": ("request", "in all"),
+        "queue": ("queue", "waiting for the model"),
+        "compute_input": ("compute_input", "bringing inputs to the model"),
+        "compute_infer": ("compute_infer", "running the model"),
+        "compute_output": ("compute_output", "bringing outputs to the client"),
     }
-    for part, (name, documentation) in texts.items():
+    for part, (name, what) in texts.items():
+        documentation = f"Microseconds of successful requests {what}"
         family = _Counter(f"nv_inference_{name}_duration_us", documentation, labels=MODEL)
         for row in models:
             family.add_metric(_labels(row), row["inference_stats"][part]["ns"] // 1000)
@@ -170,7 +166,7 @@ def _durations(models: Sequence[Row]) -> Iterator[Metric]:
 def _first_response(models: Sequence[Row]) -> Metric:
     family = HistogramMetricFamily(
         "nv_inference_first_response_histogram_ms",
-        "Duration from request to first response in milliseconds",
+        "Requests by milliseconds until their first response",
         labels=MODEL,
     )
     for row in models:
@@ -185,7 +181,7 @@ def _summaries(models: Sequence[Row], quantiles: Sequence[float]) -> Iterator[Me
     """Of all time. Quantiles exist for whole requests only, interpolated between the bounds that are counted."""
     for part, name in (("success", "request"), *((part, part) for part in _PARTS)):
         family = SummaryMetricFamily(
-            f"nv_inference_{name}_summary_us", f"Summary of inference {name} duration in microseconds", labels=MODEL
+            f"nv_inference_{name}_summary_us", f"Microseconds of successful requests: {name}", labels=MODEL
         )
         for row in models:
             stats = row["inference_stats"][part]
@@ -211,9 +207,9 @@ def quantile_ns(latency: Sequence[int], quantile: float) -> float:
 
 def _host(host: Mapping[str, float]) -> Iterator[Metric]:
     texts = {
-        "nv_cpu_utilization": "CPU utilization rate [0.0 - 1.0]",
-        "nv_cpu_memory_total_bytes": "CPU total memory (RAM), in bytes",
-        "nv_cpu_memory_used_bytes": "CPU used memory (RAM), in bytes",
+        "nv_cpu_utilization": "Share of all processors that was busy lately, 0 to 1",
+        "nv_cpu_memory_total_bytes": "Bytes of memory that the host has",
+        "nv_cpu_memory_used_bytes": "Bytes of memory that are not available for use",
     }
     for name, value in host.items():
         family = GaugeMetricFamily(name, texts[name])

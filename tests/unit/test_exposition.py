@@ -90,7 +90,7 @@ def families(
 
 def test_tritons_counters_have_tritons_names_and_the_type_of_counters() -> None:
     text = exposition.text(document(model()), Config(), {}).decode()
-    assert '\n# TYPE nv_inference_count counter\nnv_inference_count{model="m",version="3"} 12.0\n' in text
+    assert '\n# TYPE nv_inference_count counter\nnv_inference_count{model="m",version="3"} 12\n' in text
     assert "nv_inference_count_total" not in text
     for name in ("request_success", "exec_count", "request_duration_us", "queue_duration_us"):
         assert f"# TYPE nv_inference_{name} counter\n" in text
