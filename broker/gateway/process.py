@@ -146,7 +146,9 @@ class Gateway:
 
     def _make_service(self, client: AsyncClient) -> GatewayService:
         access = Access(self._options.http_restricted, self._options.grpc_restricted)
-        return GatewayService(client, self._options, access)
+        service = GatewayService(client, self._options, access)
+        service.on_ended = self._counters.count
+        return service
 
     async def _listen(self, service: GatewayService, makers: Sequence[Make]) -> list[str]:
         options = self._options
