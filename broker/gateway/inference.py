@@ -15,7 +15,7 @@ import contextlib
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Hashable, Iterable, Mapping
 from typing import Final, NamedTuple, final
 
 import numpy as np
@@ -24,6 +24,7 @@ from broker.gateway.classification import classify
 from broker.gateway.kserve import Caller, InferRequest, InferResponse, InputTensor, OutputTensor, RequestedOutput
 from broker.gateway.plan_cache import Entry, PlanCache, check_room, prepare
 from broker.gateway.regions import Alias, RegionCache, check_range
+from broker.gateway.turns import give_back_all, take_all
 from clientlib.async_client import AsyncClient
 from clientlib.layout import PlanOutdated, RangeInUse
 from clientlib.plans import MAX_PRIORITY, MAX_SEQUENCE_ID, deadline_ns_of, remaining_s
@@ -186,13 +187,13 @@ class Inference:
         for name, target in entry.targets.items():
             check_room(name, target, result[name].nbytes)
         async with _until(deadline_ns):
-            await _take(entry.turns)
+            await take_all(entry.turns)
         try:
             for name, target in entry.targets.items():
                 writers[name].write(target.alias, target.offset, result[name].data)
                 self.copied_bytes["shared_output"] += result[name].nbytes
         finally:
-            _give_back(entry.turns)
+            give_back_all(entry.turns)
         return _response(entry, request, result)
 
 
@@ -203,15 +204,15 @@ async def _run_direct(entry: Entry, request: InferRequest, deadline_ns: int) -> 
     """The model writes to the regions. None, and nothing has run, when another request is doing so."""
     turns = entry.turns
     for turn in turns:
-        if turn.locked():
+        if not turn.free:
             return None
-    await _take(turns)
+    await take_all(turns)  # without waiting
     try:
         return await _submit(entry, request, deadline_ns)
     except RangeInUse:
         return None
     finally:
-        _give_back(turns)
+        give_back_all(turns)
 
 
 async def _submit(entry: Entry, request: InferRequest, deadline_ns: int) -> InferResult:
@@ -229,22 +230,6 @@ def _sequence(request: InferRequest) -> tuple[int, bool, bool]:
     if not isinstance(number, int) or not 0 < number <= MAX_SEQUENCE_ID:
         return NO_SEQUENCE
     return number, request.sequence_start, request.sequence_end
-
-
-async def _take(turns: Sequence[asyncio.Lock]) -> None:
-    taken = 0
-    try:
-        for turn in turns:
-            await turn.acquire()
-            taken += 1
-    except BaseException:
-        _give_back(turns[:taken])
-        raise
-
-
-def _give_back(turns: Sequence[asyncio.Lock]) -> None:
-    for turn in turns:
-        turn.release()
 
 
 @contextlib.asynccontextmanager

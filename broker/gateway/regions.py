@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Protocol, final
 
 from broker.gateway.kserve import Buffer, Caller
+from broker.gateway.turns import Turn
 from clientlib.region import MappedRegion
 from shm.errors import Code, InferError
 from shm.gateway_messages import ListFor, RegisterFor, UnregisterFor, UseRegion
@@ -91,14 +92,14 @@ class Alias:
         self.writer: Writer | None = None  # for a while after it was needed
         self.used = 0.0  # when that was, on the loop's clock
         # By offset: who writes an output there. Only those that plans refer to are kept.
-        self.turns: weakref.WeakValueDictionary[int, asyncio.Lock] = weakref.WeakValueDictionary()
+        self.turns: weakref.WeakValueDictionary[int, Turn] = weakref.WeakValueDictionary()
 
-    def turn(self, offset: int) -> asyncio.Lock:
+    def turn(self, offset: int) -> Turn:
         """What whoever writes an output at `offset` holds meanwhile."""
-        lock = self.turns.get(offset)
-        if lock is None:
-            lock = self.turns[offset] = asyncio.Lock()
-        return lock
+        turn = self.turns.get(offset)
+        if turn is None:
+            turn = self.turns[offset] = Turn()
+        return turn
 
 
 @final

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,14 @@ from broker.gateway.kserve import Caller, InferRequest, InferResponse, InputTens
 from broker.gateway.options import GatewayOptions
 from broker.gateway.service import GatewayService
 from clientlib.async_client import AsyncClient
-from shm import sockets
 from shm.datatypes import datatype_of, numpy_dtype
-from shm.run_directory import SOCKET
+from shm.gateway_messages import Serving
+from shm.message_values import Principal
+from tests.fakes.lender import Lending
 
 REMOTE = Caller("http", None, "a test's")
+LOCAL = Caller("http", Principal(uid=os.getuid(), scope="kserve"))
+OTHER = Caller("zmq", Principal(uid=os.getuid(), scope="zmq:other"))
 
 
 class Anybody:
@@ -29,16 +32,16 @@ class Anybody:
 
 
 @contextlib.asynccontextmanager
-async def core(directory: Path, **options: Any) -> AsyncIterator[GatewayService]:
-    """A service for one event loop, on an ordinary session: everything but shared memory works."""
-    sock = sockets.seqpacket()
-    sock.connect(str(directory / SOCKET))
-    client = await AsyncClient.adopt(sock)
-    try:
-        async with asyncio.timeout(120):
-            yield GatewayService(client, GatewayOptions(directory=str(directory), broker_uid=0, **options), Anybody())
-    finally:
-        await client.close()
+async def core(broker: Lending, **options: Any) -> AsyncIterator[GatewayService]:
+    """A service for one event loop, on a session that a gateway of `broker` has lent."""
+    with broker.session() as session:
+        client = await AsyncClient.adopt(session.dup())
+        try:
+            async with asyncio.timeout(120):
+                await client.call(Serving())
+                yield GatewayService(client, GatewayOptions(**options), Anybody())
+        finally:
+            await client.close()
 
 
 def request(

@@ -1,0 +1,68 @@
+"""Who writes an output's range of a region: one at a time, in the order in which they came.
+
+Used by `broker.gateway.inference` for requests that have the same range. On one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import final
+
+
+@final
+class Turn:
+    """One range. Unlike `asyncio.Lock` it is not free while somebody waits for it, so that `free` can be relied on."""
+
+    __slots__ = ("__weakref__", "_taken", "_waiting")
+
+    def __init__(self) -> None:
+        self._taken = False
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def free(self) -> bool:
+        """Does nobody have it or wait for it?"""
+        return not self._taken
+
+    async def take(self) -> None:
+        """Wait until it is ours."""
+        if not self._taken:
+            self._taken = True
+            return
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiting)
+        try:
+            await waiting
+        except asyncio.CancelledError:
+            if waiting.done() and not waiting.cancelled():
+                self.give_back()  # it became ours in the same moment
+            raise
+
+    def give_back(self) -> None:
+        """To the one who has waited longest."""
+        while self._waiting:
+            waiting = self._waiting.popleft()
+            if not waiting.done():
+                waiting.set_result(None)
+                return
+        self._taken = False
+
+
+async def take_all(turns: Sequence[Turn]) -> None:
+    """Take `turns` one after another; everybody does so in the same order, so that nobody waits for each other."""
+    taken = 0
+    try:
+        for turn in turns:
+            await turn.take()
+            taken += 1
+    except BaseException:
+        give_back_all(turns[:taken])
+        raise
+
+
+def give_back_all(turns: Sequence[Turn]) -> None:
+    """The end of `take_all`."""
+    for turn in turns:
+        turn.give_back()
