@@ -1,0 +1,392 @@
+"""One HTTP connection: requests in, one after the other, replies out, and the limits that keep it from harm.
+
+    new ──first byte──▶ head ──complete──▶ running ◀──▶ body
+                         ▲                    │
+                        idle ◀─── sending ◀───┴──refused──▶ sending ──▶ discarding ──▶ closed
+
+Parsing is aiohttp's (llhttp in C). Its server is not used: here one task is made when a request's head is complete,
+which answers two turns of the event loop earlier than a task per connection that makes one per request.
+
+Every state but `running` has a deadline. `broker.gateway.http_server` looks at them twice a second; a peer that did
+something meanwhile (sent enough of a body, took some of a reply) is given more time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Final, Protocol, final
+
+from aiohttp.base_protocol import BaseProtocol
+from aiohttp.http import HttpRequestParser, RawRequestMessage
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.streams import StreamReader
+
+from broker.gateway.http_codec import HEADER_LENGTH
+from broker.gateway.http_errors import MAX_CHUNKS, internal, invalid, too_large, too_many_chunks
+from broker.gateway.http_message import Reply, error_reply, head
+from broker.gateway.kserve import Buffer
+from shm.errors import InferError
+
+READ_SIZE: Final = 256 << 10  # bytes of a body that wait to be taken before the socket is left alone
+SEND_SIZE: Final = 256 << 10  # bytes of a reply that wait for the socket, and what is handed over at once
+PIPELINE: Final = 16  # requests that wait for the one before
+MAX_LINE: Final = 16 << 10  # bytes of a request line
+MAX_FIELD: Final = 16 << 10  # bytes of a header
+MAX_HEADERS: Final = 100
+_ONE_WRITE: Final = 64 << 10  # smaller replies are joined: one system call, one segment
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+_log = logging.getLogger(__name__)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds that a peer has for each state. A body must bring `body_progress` bytes each `body` seconds."""
+
+    first_byte: float = 2.0
+    head: float = 10.0
+    body: float = 10.0
+    body_progress: int = 16 << 10
+    send: float = 5.0
+    idle: float = 60.0
+    discard: float = 10.0
+
+
+class Owner(Protocol):
+    """Whom connections belong to: `broker.gateway.http_server.HttpServer`."""
+
+    @property
+    def patience(self) -> Patience:
+        """For all of its connections."""
+
+    @property
+    def limit(self) -> int:
+        """Bytes that a body may have."""
+
+    def admit(self, connection: Connection) -> Reply | None:
+        """Count it, or say why not."""
+
+    def forget(self, connection: Connection) -> None:
+        """It is closed."""
+
+    def reserve(self, size: int) -> None:
+        """Room for `size` more bytes of bodies. Raises InferError."""
+
+    def release(self, size: int) -> None:
+        """Give back what was reserved."""
+
+    async def answer(self, incoming: Incoming) -> Reply:
+        """To one request. Raises InferError."""
+
+
+@final
+class BodyError(Exception):
+    """A body that does not follow the protocol, or its pace."""
+
+
+@final
+class Incoming:
+    """A request whose head is complete. `path`: without the query."""
+
+    __slots__ = ("_connection", "message", "path", "payload")
+
+    def __init__(self, message: RawRequestMessage, payload: StreamReader, connection: Connection) -> None:
+        self.message = message
+        self.payload = payload
+        self._connection = connection
+        path = message.path
+        if not path.startswith("/"):  # as one asks a proxy: http://host/v2
+            path = message.url.raw_path_qs
+        self.path = path.partition("?")[0]
+
+    @property
+    def transport(self) -> asyncio.Transport | None:
+        """None: the peer is gone."""
+        return self._connection.transport
+
+    async def body(self, limit: int) -> Buffer:
+        """All of it. Raises InferError when it has more than `limit` bytes or is malformed."""
+        headers, payload = self.message.headers, self.payload
+        length = headers.get("Content-Length")
+        if length is not None and int(length) > limit:
+            raise too_large(int(length), limit, headers.get(HEADER_LENGTH))
+        if payload.is_eof() and not self.message.chunked:
+            return payload.read_nowait()
+        return await self._connection.read_body(self)
+
+
+@final
+class Connection(BaseProtocol):
+    """See the module. `deadline`: when to call `expire`."""
+
+    __slots__ = ("_current", "_discarding", "_handed", "_last", "_mark", "_owner", "_queue", "_reserved", "_state",
+                 "_task", "deadline")  # fmt: skip
+
+    def __init__(self, owner: Owner, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop)
+        self._owner = owner
+        self._queue: deque[tuple[RawRequestMessage, StreamReader] | HttpProcessingError] = deque()
+        self._task: asyncio.Task[None] | None = None
+        self._current: StreamReader | None = None  # the body of the request that is being answered
+        self._state = "new"
+        self._discarding = False
+        self._last = False  # nothing can follow what is in the queue
+        self._reserved = 0  # bytes
+        self._handed = 0  # bytes given to the transport, of all replies
+        self._mark = 0  # how far the peer was when the deadline was set
+        self.deadline = loop.time() + owner.patience.first_byte
+
+    @property
+    def busy(self) -> bool:
+        """Is a request being answered?"""
+        return self._task is not None
+
+    # --- what the transport says -----------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Serve it, or refuse it at once."""
+        super().connection_made(transport)
+        assert self.transport is not None
+        self.transport.set_write_buffer_limits(high=SEND_SIZE)
+        if (refusal := self._owner.admit(self)) is not None:
+            self._discarding = True
+            self.transport.write(b"".join((head(refusal, sum(map(len, refusal.parts)), "close"), *refusal.parts)))
+            self.transport.close()
+            return
+        self._parser = HttpRequestParser(
+            self,
+            self._loop,
+            READ_SIZE,
+            max_line_size=MAX_LINE,
+            max_field_size=MAX_FIELD,
+            max_headers=MAX_HEADERS,
+            payload_exception=BodyError,
+            auto_decompress=False,
+            max_msg_queue_size=PIPELINE,
+        )
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Nobody waits for the answer any more: cancel the request."""
+        super().connection_lost(exc)
+        self._queue.clear()
+        self._discarding = True
+        if self._task is not None:
+            self._task.cancel()
+        self._parser = None
+        self._owner.forget(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Also called with b"", to go on with what a pause left."""
+        if self._discarding or self._last or self._parser is None:
+            return
+        try:
+            messages, upgraded, _ = self._parser.feed_data(data)
+        except HttpProcessingError as error:
+            self._malformed(error)
+        else:
+            self._queue.extend(messages)
+            self._last = upgraded  # to another protocol, which we do not speak: the request is answered as any other
+        if self._last or len(self._queue) >= PIPELINE:
+            self._pause_reading_for_buffer()
+        if self._task is None:
+            if self._queue:
+                self._next()
+            elif data and self._state in ("new", "idle"):
+                self._enter("head", self._owner.patience.head)
+
+    def _malformed(self, error: HttpProcessingError) -> None:
+        self._last = True
+        if self._task is not None and self._current is not None and not self._current.is_eof():
+            self._current.set_exception(BodyError(_first_line(error)))
+        else:
+            self._queue.append(error)
+
+    # --- one request -----------------------------------------------------------------------------------------------
+
+    def _next(self) -> None:
+        item = self._queue.popleft()
+        self._state, self.deadline = "running", math.inf
+        if isinstance(item, HttpProcessingError):
+            refusal = error_reply(invalid(f"malformed HTTP request: {_first_line(item)}"))
+            self._task = self._loop.create_task(self._finish(refusal, "", keep=False, old=False))
+            return
+        message, payload = item
+        self._current = payload
+        self._task = self._loop.create_task(self._serve(message, payload))
+        assert self._parser is not None
+        self._parser.message_consumed()
+        if self._buffer_paused and not self._last and len(self._queue) <= PIPELINE // 2:
+            self._resume_reading_for_buffer()
+            self.data_received(b"")
+
+    async def _serve(self, message: RawRequestMessage, payload: StreamReader) -> None:
+        try:
+            reply = await self._owner.answer(Incoming(message, payload, self))
+        except InferError as error:
+            reply = error_reply(error)
+        except asyncio.CancelledError:
+            self.abort()
+            return
+        except Exception:
+            _log.exception("HTTP: %s %.200r failed", message.method, message.path)
+            reply = error_reply(internal("internal error"))
+        finally:
+            if self._reserved:
+                self._owner.release(self._reserved)
+                self._reserved = 0
+        follows = bool(self._queue) or not self._last
+        keep = follows and payload.is_eof() and not message.should_close
+        await self._finish(reply, message.method, keep=keep, old=message.version.minor == 0)
+
+    async def _finish(self, reply: Reply, method: str, *, keep: bool, old: bool) -> None:
+        """Send the reply, then go on or close. `old`: the request is HTTP/1.0."""
+        try:
+            await self._send(reply, method, "close" if not keep else "keep-alive" if old else "")
+        except (ConnectionError, asyncio.CancelledError):
+            self.abort()
+            return
+        self._task = self._current = None
+        if not keep:
+            self._shut()
+        elif self._queue:
+            self._next()
+        else:
+            self._enter("idle", self._owner.patience.idle)
+
+    async def read_body(self, incoming: Incoming) -> Buffer:
+        """A body that is not here yet, or comes in chunks."""
+        message, payload = incoming.message, incoming.payload
+        if message.headers.get("Expect", "").lower() == "100-continue":
+            self._transport().write(_CONTINUE)
+        self._mark = payload.total_bytes
+        self._enter("body", self._owner.patience.body)
+        try:
+            if message.chunked:
+                return await self._read_chunks(payload, message.headers.get(HEADER_LENGTH))
+            return await self._read_length(payload, int(message.headers["Content-Length"]))
+        except BodyError as error:
+            raise invalid(f"malformed request body: {error}") from None
+        finally:
+            self._state, self.deadline = "running", math.inf
+
+    async def _read_length(self, payload: StreamReader, length: int) -> Buffer:
+        self._reserve(length)
+        body = bytearray(length)
+        position = 0
+        while piece := await payload.readany():
+            body[position : position + len(piece)] = piece
+            position += len(piece)
+        return body
+
+    async def _read_chunks(self, payload: StreamReader, header: str | None) -> Buffer:
+        body, limit, chunks = bytearray(), self._owner.limit, 0
+        while True:
+            piece, ends_chunk = await payload.readchunk()
+            if not piece and not ends_chunk:
+                return body
+            self._reserve(len(piece))
+            body += piece
+            chunks += ends_chunk
+            if len(body) > limit:
+                raise too_large(len(body), limit, header)
+            if chunks > MAX_CHUNKS:
+                raise too_many_chunks()
+
+    def _reserve(self, size: int) -> None:
+        self._owner.reserve(size)
+        self._reserved += size
+
+    # --- the reply -------------------------------------------------------------------------------------------------
+
+    async def _send(self, reply: Reply, method: str, connection: str) -> None:
+        """Hand all of `reply` to the transport. Raises ConnectionError."""
+        length = sum(map(len, reply.parts))
+        start = head(reply, length, connection)
+        if method == "HEAD":
+            self._write(start)
+        elif length <= _ONE_WRITE:
+            self._write(b"".join((start, *reply.parts)))
+        else:
+            self._write(start)
+            for part in reply.parts:
+                # In pieces: the transport copies what the socket does not take at once.
+                for position in range(0, len(part), SEND_SIZE):
+                    self._write(memoryview(part)[position : position + SEND_SIZE])
+                    if self.writing_paused:
+                        await self._drain()
+        if self.writing_paused:
+            await self._drain()
+
+    def _write(self, data: Buffer) -> None:
+        self._transport().write(data)
+        self._handed += len(data)
+
+    async def _drain(self) -> None:
+        self._mark = self._taken()
+        self._enter("sending", self._owner.patience.send)
+        await self._drain_helper()
+
+    def _transport(self) -> asyncio.Transport:
+        if self.transport is None or self.transport.is_closing():
+            raise ConnectionResetError("the peer is gone")
+        return self.transport
+
+    def _taken(self) -> int:
+        """Bytes of replies that the kernel took, which it does when the peer reads."""
+        return self._handed - (self.transport.get_write_buffer_size() if self.transport else 0)
+
+    # --- the end ---------------------------------------------------------------------------------------------------
+
+    def expire(self) -> None:
+        """The deadline has passed: give the peer more time if it did something, else end the connection."""
+        patience = self._owner.patience
+        if self._state == "body" and self._current is not None:
+            mark, need, more = self._current.total_bytes, patience.body_progress, patience.body
+        elif self._handed > self._taken():
+            mark, need, more = self._taken(), 1, patience.send
+        else:
+            mark, need, more = 0, 1, 0.0
+        if mark - self._mark >= need:
+            self._mark = mark
+            self.deadline += more
+        else:
+            self.abort()
+
+    def abort(self) -> None:
+        """End it now; what was not sent is dropped."""
+        self._discarding = True
+        self.deadline = math.inf
+        if self.transport is not None:
+            self.transport.abort()
+
+    def finish(self) -> None:
+        """No further request: close after the one that is being answered, if any."""
+        self._last = True
+        self._queue.clear()
+        if self._task is None and not self._discarding:
+            self._shut()
+
+    def _shut(self) -> None:
+        """Say no more, and let the peer read what was said.
+
+        A socket that is closed with bytes unread resets the connection, and the peer may never see the reply.
+        """
+        if self.transport is None or self._discarding:
+            return
+        self._discarding = True
+        self._mark = self._taken()
+        self._enter("discarding", self._owner.patience.discard)
+        self.transport.write_eof()
+        self._resume_transport_reading()
+
+    def _enter(self, state: str, patience: float) -> None:
+        self._state = state
+        self.deadline = self._loop.time() + patience
+
+
+def _first_line(error: HttpProcessingError) -> str:
+    return error.message.partition("\n")[0][:200].rstrip(":")

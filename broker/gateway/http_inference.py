@@ -1,0 +1,78 @@
+"""The infer endpoint: a body in, one request to the service, a body out.
+
+The hot path of this protocol: what goes wrong may cost more than what goes right.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import final
+
+from broker.gateway.http_codec import HEADER_LENGTH, decode, decode_raw, encode, forward_headers, header_length
+from broker.gateway.http_compression import coding_of, compress, decompress, preferred
+from broker.gateway.http_errors import invalid
+from broker.gateway.http_message import JSON, OCTETS, Reply, Request, error_reply
+from broker.gateway.kserve import Buffer, InferRequest, Service
+from broker.gateway.options import GatewayOptions
+from shm.errors import InferError
+
+
+@final
+class Inference:
+    """The endpoint, on one service."""
+
+    def __init__(self, service: Service, options: GatewayOptions) -> None:
+        self._service = service
+        self._limit = options.http_max_input_size
+        self._forward = forward_pattern(options)
+
+    async def infer(self, request: Request, model: str, version: str) -> Reply:
+        """POST …/infer."""
+        headers = request.headers
+        try:
+            coding = coding_of(headers.get("Content-Encoding"))
+        except InferError as error:
+            await self._service.metadata(model, version)
+            reply = error_reply(error)
+            reply.headers = (("Accept-Encoding", "gzip, deflate"),)
+            return reply
+        try:
+            body = request.body if coding == "identity" else await decompress(request.body, self._limit)
+            wanted, binary = await self._read(request, body, model, version)
+        except InferError:
+            await self._service.metadata(model, version)  # Triton looks the model up first; so do we, when it matters
+            raise
+        response = await self._service.infer(wanted, request.caller)
+        text, blobs = encode(response, wanted.outputs, binary)
+        reply = Reply(parts=(text, *blobs))
+        if blobs:
+            reply.content_type = OCTETS
+            reply.headers = ((HEADER_LENGTH, str(len(text))),)
+        else:
+            reply.content_type = JSON
+        accepted = headers.get("Accept-Encoding")
+        if accepted is not None and (coding := preferred(accepted)) != "identity":
+            reply.parts = (await compress(reply.parts, coding),)
+            reply.headers = (*reply.headers, ("Content-Encoding", coding))
+        return reply
+
+    async def _read(self, request: Request, body: Buffer, model: str, version: str) -> tuple[InferRequest, bool]:
+        length = header_length(request.headers.get(HEADER_LENGTH), len(body))
+        if length or HEADER_LENGTH not in request.headers:
+            wanted, binary = decode(model, version, body, length, self._limit)
+        else:
+            wanted, binary = decode_raw(await self._service.metadata(model, version), body), True
+            wanted.version = version
+        if self._forward is not None:
+            forward_headers(wanted, request.raw_headers, self._forward)
+        return wanted, binary
+
+
+def forward_pattern(options: GatewayOptions) -> re.Pattern[str] | None:
+    """--http-header-forward-pattern. Raises InferError when it is no regular expression."""
+    if not options.http_header_forward_pattern:
+        return None
+    try:
+        return re.compile(options.http_header_forward_pattern, re.IGNORECASE)
+    except re.error as error:
+        raise invalid(f"--http-header-forward-pattern is no regular expression: {error}") from None

@@ -1,0 +1,63 @@
+"""A request with its whole body, and the reply to it: what endpoints get and give. No sockets here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+from broker.gateway.http_errors import REASONS, body_of, status_of
+from broker.gateway.http_json import dumps
+from broker.gateway.kserve import Buffer, Caller
+from shm.errors import InferError
+
+JSON: Final = "application/json"
+OCTETS: Final = "application/octet-stream"
+EVENTS: Final = "text/event-stream; charset=utf-8"
+
+
+@final
+@dataclass(slots=True)
+class Request:
+    """`headers`: looked up in any case. `raw_headers`: as they came. `body`: as it came, not decoded."""
+
+    headers: Mapping[str, str]
+    raw_headers: tuple[tuple[bytes, bytes], ...]
+    body: Buffer
+    caller: Caller
+
+
+@final
+@dataclass(slots=True)
+class Reply:
+    """`parts`: the body, in pieces that need not be joined. `headers`: beyond Content-Type and Content-Length."""
+
+    status: int = 200
+    parts: tuple[Buffer, ...] = ()
+    content_type: str = JSON
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+def json_reply(value: Any) -> Reply:
+    """200 with `value`."""
+    return Reply(parts=(dumps(value),))
+
+
+def error_reply(error: InferError) -> Reply:
+    """What `error` looks like in this protocol."""
+    return text_reply(status_of(error), error.message)
+
+
+def text_reply(status: int, message: str) -> Reply:
+    """An error without a code, or with another status than its code has."""
+    return Reply(status, (body_of(message),))
+
+
+def head(reply: Reply, length: int, connection: str) -> bytes:
+    """Status line and headers. `connection`: what to say in that header, "" for nothing."""
+    lines = [f"HTTP/1.1 {reply.status} {REASONS.get(reply.status, '')}\r\nContent-Type: {reply.content_type}\r\n"]
+    lines += [f"{name}: {value}\r\n" for name, value in reply.headers]
+    if connection:
+        lines.append(f"Connection: {connection}\r\n")
+    lines.append(f"Content-Length: {length}\r\n\r\n")
+    return "".join(lines).encode("latin-1")

@@ -1,0 +1,117 @@
+"""JSON as HTTP bodies have it: what is taken, what is refused, and with which text."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from broker.gateway import http_json
+from broker.gateway.http_json import as_bool, as_string, as_uint, dumps, find, member, parse
+from shm.errors import InferError
+
+
+def error_of(body: bytes) -> InferError:
+    with pytest.raises(InferError) as caught:
+        parse(body)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b"", "The document is empty. at 0"),
+        (b"  ", "The document is empty."),
+        (b"{", "Missing a name for object member. at 1"),
+        (b'{"a" 1}', "Missing a colon after a name of object member."),
+        (b'{"a":1 "b":2}', "Missing a comma or } after an object member."),
+        (b'{"a":"}" "b":2}', "Missing a comma or } after an object member."),
+        (b'{"a":[1 2]}', "Missing a comma or ] after an array element."),
+        (b'{"a":tru}', "Invalid value. at 5"),
+        (b"{} {}", "The document root must not be followed by other values. at 3"),
+        (b'"abc', "Missing a closing quotation mark in string."),
+        (b'"\\x"', "Invalid escape character in string."),
+        (b'"\\u12"', "Incorrect hex digit after \\u escape in string."),
+        (b'"\xff"', "Invalid encoding in string. at 1"),
+        (b'"\\ud800"', "The surrogate pair in string is invalid."),
+        (b"[1e999]", "Number too big to be stored in double."),
+        (b"[NaN,1e999]", "Number too big to be stored in double."),
+        (b"[" + b"1" * 5000 + b"]", "Number too big to be stored in double."),
+    ],
+)
+def test_what_is_no_json_says_why_and_where(body: bytes, text: str) -> None:
+    error = error_of(body)
+    assert error.code == "INTERNAL"
+    assert error.message.startswith("failed to parse the request JSON buffer: ")
+    assert text in error.message
+
+
+def test_every_prefix_of_a_request_is_refused() -> None:
+    body = b'{"id":"7","inputs":[{"name":"x","shape":[1,4],"data":[1.5,-2e3,null,true,"\\u00e4"]}]}'
+    assert parse(body)["id"] == "7"
+    for end in range(len(body)):
+        assert error_of(body[:end]).code == "INTERNAL"
+
+
+def test_nan_and_infinity_go_in_and_out() -> None:
+    values = parse(b"[NaN,Infinity,-Infinity,1.5]")
+    assert math.isnan(values[0])
+    assert values[1:] == [math.inf, -math.inf, 1.5]
+    assert dumps(values, finite=False) == b"[NaN,Infinity,-Infinity,1.5]"
+
+
+def test_pairs_of_surrogates_are_characters() -> None:
+    assert parse(b'["\\ud83d\\ude00",NaN]')[0] == "\U0001f600"
+
+
+def test_strings_that_are_no_utf8_go_out_as_they_are() -> None:
+    assert dumps([b"a\xff".decode(errors="surrogateescape")], finite=False) == b'["a\xff"]'
+
+
+@pytest.mark.parametrize("depth", [101, 500])
+def test_nesting_is_left_to_those_who_read_it(depth: int) -> None:
+    assert parse(b"[" * depth + b"]" * depth)
+
+
+def test_nesting_without_end_is_refused() -> None:
+    error = error_of(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+    assert error.code == "INVALID_ARG"
+    assert error.message == "JSON nesting depth exceeds maximum allowed limit (100)"
+
+
+def test_arrays_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_json, "_COUNT_FROM", 16)
+    monkeypatch.setattr(http_json, "MAX_CONTAINERS", 20)
+    assert parse(b"[" + b"{}," * 18 + b"[]]")
+    assert "more than the limit of 20" in error_of(b"[" + b"[]," * 19 + b"{}]").message
+
+
+def test_numbers_are_exact() -> None:
+    assert as_uint(parse(b"18446744073709551615")) == 2**64 - 1
+    assert as_uint(parse(b"0")) == 0
+
+
+@pytest.mark.parametrize(
+    "body", [b"NaN", b"1e3", b"true", b"1.0", b'"64"', b"18446744073709551616", b"-1", b"null", b"[]", b"{}"]
+)
+def test_what_is_no_unsigned_integer(body: bytes) -> None:
+    with pytest.raises(InferError) as caught:
+        as_uint(parse(body), "Unable to parse 'shape': ")
+    expected = "Unable to parse 'shape': attempt to access JSON non-unsigned-integer as unsigned-integer"
+    assert (caught.value.code, caught.value.message) == ("INTERNAL", expected)
+
+
+def test_other_types_and_missing_members() -> None:
+    with pytest.raises(InferError, match="attempt to access JSON non-boolean as boolean"):
+        as_bool(1)
+    with pytest.raises(InferError, match="attempt to access JSON non-string as string"):
+        as_string(1)
+    with pytest.raises(InferError, match="attempt to access non-existing object member 'x'"):
+        member([], "x")
+    assert find({"x": None}, "x") is None
+    assert find({}, "x") is http_json.MISSING
+
+
+def test_the_last_of_duplicate_keys_counts_with_either_parser() -> None:
+    assert parse(b'{"a":1,"a":2}') == {"a": 2}
+    assert parse(b'{"a":1,"a":2,"b":NaN}')["a"] == 2
