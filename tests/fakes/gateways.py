@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tests.fakes.broker import Broker
 
@@ -37,9 +39,17 @@ class Gateway(Broker):
 
     def get(self, path: str, service: str = "http") -> tuple[int, bytes]:
         """Status and body; status 0 when nobody listens or the connection broke."""
+        return self._request("GET", path, None, service)
+
+    def post(self, path: str, document: dict[str, Any]) -> tuple[int, Any]:
+        """Status and the JSON that came, likewise."""
+        status, body = self._request("POST", path, json.dumps(document).encode(), "http")
+        return status, json.loads(body) if body else None
+
+    def _request(self, method: str, path: str, body: bytes | None, service: str) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.ports[service], timeout=30)
         try:
-            connection.request("GET", path)
+            connection.request(method, path, body)
             response = connection.getresponse()
             return response.status, response.read()
         except (OSError, http.client.HTTPException):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import socket
 import stat
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,8 @@ from tests.fakes import models
 from tests.fakes.broker import LIMIT_S, alive, command, eventually
 from tests.fakes.gateways import Gateway, free_ports
 from tests.fakes.processes import children, name_of
+from tests.faults import unruly
+from tests.faults.unruly_backend import ACTS
 
 pytestmark = pytest.mark.timeout(180)
 READY = "/v2/health/ready"
@@ -144,6 +148,51 @@ def test_sigterm_ends_everything_with_status_0(repository, tmp_path):
         assert not re.search(r"^E\d{4}", log, re.MULTILINE), log
 
 
+def pending(broker, model):
+    return next(row["pending"] for row in broker.status()["models"] if row["name"] == model)
+
+
+def ask_unruly(broker, tag, seconds):
+    """Status and body of a request that takes `seconds`."""
+    inputs = [
+        {"name": "act", "datatype": "INT64", "shape": [1], "data": [list(ACTS).index("nap")]},
+        {"name": "x", "datatype": "FP32", "shape": [4], "data": [tag, seconds, 0, 0]},
+    ]
+    return broker.post("/v2/models/unruly/infer", {"inputs": inputs})
+
+
+def test_sigterm_loses_no_request_that_was_accepted(tmp_path):
+    repository = unruly.write(tmp_path / "repository")
+    with Gateway(repository, tmp_path / "run") as broker, ThreadPoolExecutor() as threads:
+        broker.ready()
+        assert ask_unruly(broker, 0, 0.0)[0] == 200
+        running = [threads.submit(ask_unruly, broker, tag, 0.5) for tag in range(1, 4)]
+        eventually(lambda: pending(broker, "unruly") >= 2, "they wait for each other")
+        broker.process.send_signal(signal.SIGTERM)
+        refused = eventually(lambda: [each for each in [broker.get(READY)] if each[0] != 200])
+        answers = [each.result() for each in running]
+        assert broker.process.wait(LIMIT_S) == 0
+        assert [status for status, _ in answers] == [200] * 3
+        assert [answer["outputs"][0]["data"][0] for _, answer in answers] == [2, 3, 4]
+        assert refused == [(503, b'{"error":"Server exiting"}')]
+        assert "model versions that have in-flight inferences" in broker.log()
+
+
+def test_what_takes_longer_than_the_exit_timeout_ends_with_status_1(tmp_path):
+    repository = unruly.write(tmp_path / "repository")
+    with Gateway(repository, tmp_path / "run", "--exit-timeout-secs=1") as broker, ThreadPoolExecutor() as threads:
+        broker.ready()
+        running = threads.submit(ask_unruly, broker, 7, 30.0)
+        eventually(lambda: unruly.runs(repository, "unruly", 7))
+        family = broker.descendants()
+        broker.process.send_signal(signal.SIGTERM)
+        assert broker.process.wait(LIMIT_S) == 1
+        assert running.result()[0] in (0, 503)
+        assert "failed to stop server: Internal - Exit timeout expired. Exiting immediately." in broker.log()
+        assert not any(alive(pid) for pid in family)
+        assert os.listdir(broker.directory) == []
+
+
 def test_a_killed_broker_takes_its_gateway_along_and_the_next_one_has_the_addresses(repository, tmp_path):
     with Gateway(repository, tmp_path / "run") as broker:
         broker.ready()
@@ -213,6 +262,23 @@ def test_the_log_file_has_the_gateways_lines_too(repository, tmp_path):
             r"^\d{4}-\d\d-\d\dT[\d:]+Z I \d+ server\.py:\d+\] \"Started HTTPService", log_file.read_text(), re.M
         )
         assert broker.log() == ""
+
+
+def test_log_settings_reach_every_gateway_that_runs_or_will(repository, tmp_path):
+    with Gateway(repository, tmp_path / "run", gateways=2) as broker:
+        broker.ready()
+        eventually(lambda: all(row["state"] == "serving" for row in broker.gateways()))
+        status, settings = broker.post("/v2/logging", {"log_error": False, "log_format": "ISO8601"})
+        assert (status, settings["log_error"], settings["log_format"]) == (200, False, "ISO8601")
+        assert broker.get("/v2/logging")[0] == 200
+        for pid in gateway_pids(broker):
+            os.kill(pid, signal.SIGKILL)  # an error of the broker's
+        eventually(lambda: broker.log().count("serves again") >= 1)
+        eventually(lambda: all(row["state"] == "serving" for row in broker.gateways()))
+        assert "killed by SIGKILL" not in broker.log()
+        assert re.search(r"^\d{4}-\d\d-\d\dT.* I .*gateway \d serves again", broker.log(), re.MULTILINE)
+        assert json.loads(broker.get("/v2/logging")[1])["log_format"] == "ISO8601"
+        assert broker.post("/v2/logging", {"log_file": "/x"})[0] == 501
 
 
 def test_the_shim_is_called_as_tritonserver_is(repository, tmp_path):
