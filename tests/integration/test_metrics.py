@@ -1,0 +1,177 @@
+"""/metrics of a running broker: what was done by each way in shows, and goes on over a gateway's death."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+from prometheus_client.parser import text_string_to_metric_families
+
+import clientlib
+from tests.fakes.broker import command, eventually
+from tests.fakes.gateways import Gateway, free_ports
+from tests.fakes.zmq_gateway import HandZmqClient
+
+X = np.arange(8, dtype=np.float32).reshape(2, 4)
+MODEL = "{model=add1,version=1}"
+
+
+class Served(Gateway):
+    def metrics(self, path: str = "/metrics") -> dict[str, float]:
+        """Value by `name{labels}`; the parser's `_total` taken off Triton's names."""
+        status, body = self.get(path, "metrics")
+        assert status == 200, body
+        found = {}
+        for family in text_string_to_metric_families(body.decode()):
+            for sample in family.samples:
+                name = sample.name.removesuffix("_total") if sample.name.startswith("nv_") else sample.name
+                labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+                found[f"{name}{{{labels}}}" if labels else name] = sample.value
+        return found
+
+    def http(self, model: str = "add1") -> None:
+        with triton_http.InferenceServerClient(f"127.0.0.1:{self.ports['http']}") as client:
+            tensor = triton_http.InferInput("x", X.shape, "FP32")
+            tensor.set_data_from_numpy(X)
+            assert np.array_equal(client.infer(model, [tensor]).as_numpy("y"), X + 1)
+
+    def grpc(self) -> None:
+        with triton_grpc.InferenceServerClient(f"127.0.0.1:{self.ports['grpc']}") as client:
+            tensor = triton_grpc.InferInput("x", X.shape, "FP32")
+            tensor.set_data_from_numpy(X)
+            assert np.array_equal(client.infer("add1", [tensor]).as_numpy("y"), X + 1)
+
+    def native(self) -> None:
+        with clientlib.connect(f"ipc://{self.directory}") as client:
+            assert np.array_equal(client.infer("add1", {"x": X})["y"], X + 1)
+
+    def zmq(self) -> None:
+        tensor = {"name": "x", "datatype": "FP32", "shape": X.shape, "data": X.tobytes()}
+        with HandZmqClient(self.directory) as client:
+            client.hello()
+            reply = client.ask("infer", model="add1", inputs=[tensor])
+            assert reply["outputs"][0]["data"] == (X + 1).tobytes()
+
+
+@pytest.fixture(scope="module")
+def served(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    flags = ("--metrics-config=summary_latencies=true", "--metrics-config=histogram_latencies=true")
+    with Served(repository, tmp_path_factory.mktemp("run"), *flags) as served:
+        served.ready()
+        yield served
+
+
+def grew(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    return {name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)}
+
+
+def test_requests_count_once_by_the_way_they_came(served: Served) -> None:
+    before = served.metrics()
+    for _ in range(2):
+        served.http()
+    served.grpc()
+    for _ in range(3):
+        served.native()
+
+    def settled() -> dict[str, float] | None:  # statistics of the inline path are added up when the worker pauses
+        now = grew(before, served.metrics())
+        return now if now.get(f"nv_inference_request_success{MODEL}") == 6 else None
+
+    now = eventually(settled, "six requests have been counted")
+    by_transport = {name: now.get(f"tensorbroker_requests_total{{transport={name}}}") for name in ("http", "grpc")}
+    assert by_transport == {"http": 2, "grpc": 1}
+    assert now["tensorbroker_requests_total{transport=native}"] == 3
+    assert now[f"nv_inference_count{MODEL}"] == 12
+    assert now[f"nv_inference_exec_count{MODEL}"] == 6
+    assert now[f"tensorbroker_request_duration_seconds_count{MODEL}"] == 6
+    assert now["tensorbroker_gateway_duration_seconds_count{transport=http}"] == 2
+    assert now["tensorbroker_batch_size_bucket{le=2,model=add1,version=1}".replace("le=2,", "le=2.0,")] == 6
+    assert now[f"tensorbroker_batch_size_sum{MODEL}"] == 12
+    assert now[f"nv_inference_first_response_histogram_ms_count{MODEL}"] == 6
+    assert now[f"nv_inference_request_summary_us_count{MODEL}"] == 6
+    assert not any(name.startswith("nv_inference_request_failure") for name in now)
+
+
+def test_zeromq_counts_too(served: Served) -> None:
+    before = served.metrics()["tensorbroker_requests_total{transport=zmq}"]
+    served.zmq()
+    assert served.metrics()["tensorbroker_requests_total{transport=zmq}"] == before + 1
+
+
+def test_counters_outlive_the_gateway_that_counted(served: Served) -> None:
+    served.http()
+    before = served.metrics()
+    (row,) = served.gateways()
+    os.kill(int(str(row["pid"])), signal.SIGKILL)
+    eventually(lambda: served.get("/v2/health/ready")[0] == 200 and served.get("/", "metrics")[0] == 200)
+    after = served.metrics()
+    assert grew(before, after)["tensorbroker_gateway_restarts_total{gateway=0}"] == 1
+    for name in ("http", "grpc", "zmq", "native"):
+        count = f"tensorbroker_requests_total{{transport={name}}}"
+        assert after[count] == before[count]
+    served.http()
+    count = "tensorbroker_requests_total{transport=http}"
+    assert served.metrics()[count] == before[count] + 1
+
+
+def test_failures_of_a_front_end_count_there(served: Served) -> None:
+    before = served.metrics()
+    with pytest.raises(triton_http.InferenceServerException):
+        served.http("no such model")
+    now = grew(before, served.metrics())
+    assert now["tensorbroker_failed_requests_total{transport=http}"] == 1
+    assert now["tensorbroker_requests_total{transport=http}"] == 1
+
+
+def test_regions_show_while_they_are_there(served: Served) -> None:
+    with clientlib.connect(f"ipc://{served.directory}") as client:
+        before = served.metrics()
+        region = client.create_region("shown", 8192)
+        client.open_region(region.share())
+        now = grew(before, served.metrics())
+        assert now["tensorbroker_region_bytes{kind=pool}"] == 8192
+        assert now["tensorbroker_regions{kind=pool}"] == 1
+        client.unregister("shown")
+        assert "tensorbroker_regions{kind=pool}" not in grew(before, served.metrics())
+    assert served.metrics()["tensorbroker_region_limit_bytes"] > 0
+
+
+def test_any_other_path_is_empty(served: Served) -> None:
+    for path in ("/", "/v2", "/metric", "/metrics/x", "//metrics"):
+        assert served.get(path, "metrics") == (200, b"")
+    assert served.get("/metrics/", "metrics")[1].startswith(b"# HELP ")
+    assert served.get("/metrics?name=x", "metrics")[1].startswith(b"# HELP ")
+
+
+def test_many_scrapes_at_a_time_and_slow_ones_do_no_harm(served: Served) -> None:
+    with socket.create_connection(("127.0.0.1", served.ports["metrics"])) as slow, ThreadPoolExecutor(16) as pool:
+        slow.sendall(b"GET /metrics HTTP/1.1\r\nHost")
+        found = list(pool.map(lambda _: served.get("/metrics", "metrics"), range(64)))
+        assert [status for status, _ in found] == [200] * 64
+
+
+def test_the_hosts_numbers_can_be_left_out(repository: Path, tmp_path: Path) -> None:
+    with Served(repository, tmp_path / "run", "--allow-cpu-metrics=false") as served:
+        served.ready()
+        assert not [name for name in served.metrics() if name.startswith("nv_cpu")]
+
+
+def test_a_setting_that_cannot_be_followed_ends_the_start(repository: Path, tmp_path: Path) -> None:
+    ports = [f"--{name}-port={port}" for name, port in zip(("http", "grpc", "metrics"), free_ports(3), strict=True)]
+    answer = command(
+        "serve",
+        f"--model-repository={repository}",
+        f"--directory={tmp_path / 'run'}",
+        "--metrics-config=summary_quantiles=9:0.1",
+        *ports,
+    )
+    assert answer.returncode == 1
+    assert "invalid --metrics-config" in answer.stderr
