@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import re
-import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,19 +55,6 @@ def error_of(call: Any, *arguments: Any, **named: Any) -> tuple[str, str]:
     with pytest.raises(InferenceServerException) as caught:
         call(*arguments, **named)
     return caught.value.status().removeprefix("StatusCode."), caught.value.message()
-
-
-def test_addresses(server: Front) -> None:
-    assert server.lines == [
-        f"Started GRPCInferenceService at 127.0.0.1:{server.port}",
-        f"Started GRPCInferenceService at {server.unix}",
-    ]
-    assert stat.S_IMODE(Path(server.unix.removeprefix("unix:")).stat().st_mode) == 0o600
-    server.peers.clear()
-    for url in (server.url, server.unix):
-        with triton.InferenceServerClient(url) as client:
-            assert client.is_server_live()
-    assert sorted(re.sub(r"\d+$", "*", peer) for peer in server.peers) == ["ipv4:127.0.0.1:*", "unix:"]
 
 
 def test_everything_but_inference(server: Front, client: Any) -> None:
@@ -137,41 +121,6 @@ def test_compressed_requests(client: Any, algorithm: str) -> None:
     large = np.zeros((10_000, 4), np.float32)
     result = client.infer("add1", [tensor(large)], compression_algorithm=algorithm)
     assert (result.as_numpy("y") == 1).all()
-
-
-@pytest.mark.parametrize(("level", "compressed"), [("none", False), ("low", True), ("high", True)])
-def test_compressed_responses(tmp_path: Path, level: str, compressed: bool) -> None:
-    sent = 0
-
-    async def counting(server: Front) -> None:
-        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            nonlocal sent
-            with contextlib.closing(writer):
-                while data := await reader.read(1 << 16):
-                    sent += len(data)
-                    writer.write(data)
-
-        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            up_reader, up_writer = await asyncio.open_connection("127.0.0.1", server.port)
-            await asyncio.gather(_copy(reader, up_writer), relay(up_reader, writer), return_exceptions=True)
-
-        async with await asyncio.start_server(accept, "127.0.0.1", 0) as listener:
-            port = listener.sockets[0].getsockname()[1]
-            async with triton_aio.InferenceServerClient(f"127.0.0.1:{port}") as client:
-                given = tensor(np.zeros((10_000, 4), np.float32), triton_aio)
-                result = await client.infer("add1", [given], compression_algorithm="gzip")
-                assert (result.as_numpy("y") == 1).all()
-
-    with front(tmp_path, grpc_compression=level) as server:
-        in_loop(counting)(server)
-    assert (sent < 20_000) == compressed
-    assert sent > 160_000 or compressed
-
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.closing(writer):
-        while data := await reader.read(1 << 16):
-            writer.write(data)
 
 
 @pytest.mark.parametrize("code", [code for code in Code if code is not Code.OK])
@@ -347,54 +296,6 @@ def test_asyncio_client(server: Front) -> None:
 async def _never(client: Any, given: Any, server: Front) -> None:
     await asyncio.to_thread(server.hold)
     await client.infer("add1", [given])
-
-
-def test_stopping_lets_requests_finish(tmp_path: Path) -> None:
-    with front(tmp_path) as server, triton.InferenceServerClient(server.url) as client:
-        server.hold()
-        ended: list[Any] = []
-        done = threading.Event()
-
-        def callback(result: Any, error: Any) -> None:
-            ended.append((result, error))
-            done.set()
-
-        client.async_infer("add1", [tensor()], callback)
-        server.wait(lambda: len(server.service.asked) == 1)
-
-        async def stop() -> None:
-            stopping = asyncio.create_task(server.server.stop(30))
-            await asyncio.sleep(0)
-            assert server.service.gate is not None
-            server.service.gate.set()
-            await stopping
-
-        server.call(stop())
-        assert done.wait(30)
-        assert ended[0][1] is None
-        assert not Path(server.unix.removeprefix("unix:")).exists()
-        assert error_of(client.is_server_live)[0] == "UNAVAILABLE"
-
-
-def test_a_port_in_use(tmp_path: Path, server: Front, capfd: pytest.CaptureFixture[str]) -> None:
-    second = Front(tmp_path, FakeService(), grpc_port=server.port)
-    try:
-        with pytest.raises(InferError) as caught:
-            second.start()
-    finally:
-        second.stop()
-    assert (caught.value.code, caught.value.message) == (
-        "UNAVAILABLE",
-        f"Socket '127.0.0.1:{server.port}' already in use ",
-    )
-
-
-def test_gateways_share_a_port(tmp_path: Path) -> None:
-    with front(tmp_path, gateways=2) as first, front(tmp_path, gateways=2, index=1, grpc_port=first.port) as second:
-        assert len(first.lines) == 2
-        assert second.lines == [f"Started GRPCInferenceService at 127.0.0.1:{first.port}"]
-    with front(tmp_path, grpc_port=0) as off:
-        assert off.lines == []
 
 
 def test_responses_that_are_too_large(server: Front, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
