@@ -166,7 +166,7 @@ class HttpServer:
                 host,
                 port,
                 backlog=self._backlog(),
-                reuse_port=True if self._options.gateways > 1 else None,
+                reuse_port=(self._options.http_reuse_port or self._options.gateways > 1) or None,
             )
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
