@@ -1,0 +1,71 @@
+"""One writer at a time, first come, first served, whoever leaves early."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from broker.gateway.turns import Turn, give_back_all, take_all
+
+
+def test_first_come_first_served():
+    async def test():
+        turn, order = Turn(), []
+
+        async def one(number):
+            await turn.take()
+            order.append(number)
+            await asyncio.sleep(0)
+            turn.give_back()
+
+        assert turn.free
+        await turn.take()
+        tasks = [asyncio.create_task(one(number)) for number in range(5)]
+        await asyncio.sleep(0)
+        turn.give_back()
+        assert not turn.free, "it is the next one's already"
+        await asyncio.gather(*tasks)
+        assert (order, turn.free) == ([0, 1, 2, 3, 4], True)
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("handed", [False, True])
+def test_who_leaves_does_not_keep_it(handed):
+    async def test():
+        turn = Turn()
+        await turn.take()
+        leaving, staying = (asyncio.create_task(turn.take()) for _ in range(2))
+        await asyncio.sleep(0)
+        if handed:
+            turn.give_back()  # to the one who is just leaving
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        assert leaving.cancelled()
+        if not handed:
+            assert not staying.done()
+            turn.give_back()
+        await staying
+        turn.give_back()
+        assert turn.free
+
+    asyncio.run(test())
+
+
+def test_all_or_none():
+    async def test():
+        turns = [Turn(), Turn(), Turn()]
+        await turns[2].take()
+        task = asyncio.create_task(take_all(turns))
+        await asyncio.sleep(0)
+        assert [turn.free for turn in turns] == [False, False, False]
+        task.cancel()
+        await asyncio.wait([task])
+        assert [turn.free for turn in turns] == [True, True, False]
+        turns[2].give_back()
+        await take_all(turns)
+        give_back_all(turns)
+        assert all(turn.free for turn in turns)
+
+    asyncio.run(test())
