@@ -6,6 +6,7 @@ are on 127.0.0.1 instead of all addresses, and clients of this host may use shar
 
 from __future__ import annotations
 
+import re
 from itertools import combinations
 from typing import get_args
 
@@ -63,12 +64,12 @@ def gateway_options(given: Given) -> GatewayOptions:
         http_port=given.port("http-port", 8000) if given.flag("allow-http", True) else 0,
         http_reuse_port=gateways > 1 or given.flag("reuse-http-port", False),
         http_max_input_size=max_input_size,
-        http_header_forward_pattern=given.text("http-header-forward-pattern", ""),
+        http_header_forward_pattern=_pattern(given, "http-header-forward-pattern"),
         http_restricted=_restricted(given, "http-restricted-api", "api", ""),
         grpc_address=given.text("grpc-address", "127.0.0.1"),
         grpc_port=given.port("grpc-port", 8001) if given.flag("allow-grpc", True) else 0,
         grpc_reuse_port=gateways > 1 or given.flag("reuse-grpc-port", False),
-        grpc_header_forward_pattern=given.text("grpc-header-forward-pattern", ""),
+        grpc_header_forward_pattern=_pattern(given, "grpc-header-forward-pattern"),
         grpc_compression=_compression(given.text("grpc-infer-response-compression-level", "none")),
         grpc_ssl=_ssl(given),
         grpc_channel_options=_channel_options(given),
@@ -132,6 +133,15 @@ def _metrics_config(arguments: tuple[str, ...]) -> dict[str, str]:
             boolean(value)
         settings[name] = value
     return settings
+
+
+def _pattern(given: Given, name: str) -> str:
+    pattern = given.text(name, "")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise UsageError(f"invalid value for --{name}: {pattern} (no regular expression: {error})") from None
+    return pattern
 
 
 def _compression(level: str) -> str:

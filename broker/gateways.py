@@ -304,7 +304,8 @@ class _Gateway:
         """It listens, or says why it cannot."""
         self._stop_patience()
         if message.error:
-            _log.error("gateway %d: %s", self.options.index, message.error)
+            if self.first.done() or self.options.index:  # else it is the broker's own error
+                _log.error("gateway %d: %s", self.options.index, message.error)
             self._fail(message.error)
             return
         self._served = True

@@ -135,6 +135,7 @@ class Gateway:
             service = self._service = self._make_service(client)
             lines = await self._listen(service, makers)
         except CannotServe as error:
+            await self._stop()
             return await self._say(client, Serving(error=str(error)[:MAX_TEXT])) or 1
         if await self._say(client, Serving(lines=tuple(line[:MAX_TEXT] for line in lines))):
             return 1
@@ -154,24 +155,29 @@ class Gateway:
         options = self._options
         peers = Peers(options.broker_uid, grpc_address=options.grpc_address, grpc_port=options.grpc_port)
         lines: list[str] = []
-        for make in makers:
-            front_end = make(service, peers)
-            try:
+        try:
+            for make in makers:
+                front_end = make(service, peers)
+                self._front_ends.append(front_end)
                 lines += await front_end.start()
-            except InferError as error:
-                raise CannotServe(error.message) from error
-            except OSError as error:
-                raise CannotServe(f"{type(front_end).__name__} cannot be started: {error}") from error
-            self._front_ends.append(front_end)
+        except InferError as error:
+            raise CannotServe(error.message) from None
+        except Exception as error:
+            _log.exception("a front end cannot be started")
+            raise CannotServe(f"a front end cannot be started: {error}") from None
         return lines
 
-    async def _drain(self, service: GatewayService, client: AsyncClient) -> None:
-        """Wait for what runs (as long as the broker does), then stop listening. New requests are refused meanwhile."""
-        await _first(service.idle(), client.lost.wait())
+    async def _stop(self) -> None:
+        """Every front end, whether or not it was started."""
         stops = (front_end.stop(STOP_S) for front_end in self._front_ends)
         for error in await asyncio.gather(*stops, return_exceptions=True):
             if error is not None:
                 _log.error("a front end could not be stopped: %r", error)
+
+    async def _drain(self, service: GatewayService, client: AsyncClient) -> None:
+        """Wait for what runs (as long as the broker does), then stop listening. New requests are refused meanwhile."""
+        await _first(service.idle(), client.lost.wait())
+        await self._stop()
 
     async def _say(self, client: AsyncClient, message: Serving) -> int:
         try:

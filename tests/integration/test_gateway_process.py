@@ -101,6 +101,23 @@ def test_a_port_in_use_ends_it_with_tritons_text(repository, tmp_path, shared):
     assert shared.get(READY)[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (("--grpc-use-ssl", "--grpc-server-cert=/none", "--grpc-server-key=/none"), "cannot read '/none'"),
+        (("--http-address=no-such-host.invalid",), "cannot listen on no-such-host.invalid:"),
+        (("--metrics-config=summary_quantiles=x",), "invalid --metrics-config"),
+    ],
+)
+def test_what_cannot_be_done_ends_it_with_one_line(repository, tmp_path, flags, text):
+    with Gateway(repository, tmp_path / "run", *flags) as broker:
+        assert broker.process.wait(LIMIT_S) == 1
+        errors = re.findall(r"^E\d{4} .*", broker.log(), re.MULTILINE)
+        assert [text in error for error in errors] == [True]
+        assert "Traceback" not in broker.log()
+        assert "Exception" not in broker.log()
+
+
 def test_nobody_listens_before_the_models_are_loaded(repository, tmp_path):
     with Gateway(repository, tmp_path / "run") as broker:
         before = []

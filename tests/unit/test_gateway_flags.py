@@ -114,6 +114,7 @@ def test_tls_needs_its_files():
         (["--grpc-infer-response-compression-level=x"], "invalid argument for --grpc_infer_response_compression_level"),
         (["--http-port=8001"], "The server cannot listen to HTTP requests and GRPC requests at the same address"),
         (["--http-port=65536"], "invalid value for --http-port: 65536"),
+        (["--http-header-forward-pattern=(("], "invalid value for --http-header-forward-pattern: (( (no regular"),
         (["--gateways=-1"], "invalid value for --gateways: -1"),
         (["--gateways=many"], "invalid value for --gateways: many"),
         (["--metrics-interval-ms=0"], "invalid value for --metrics-interval-ms: 0"),
