@@ -138,6 +138,12 @@ class AsyncPlan(StaysHere):
         """What the plan takes of the client's own memory."""
         return self.prepared.layout.byte_size if self.prepared is not None else 0
 
+    @property
+    def crowded(self) -> bool:
+        """Are the places of the client's own nearly all in use, so that requests wait or results are copied?"""
+        bank = self.prepared.layout.bank if self.prepared is not None else None
+        return bank is not None and not bank.can_spare()
+
     def unbind(self) -> None:
         """The next request asks for its channel and the plan's word again."""
         self._bound = None

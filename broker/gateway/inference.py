@@ -61,10 +61,10 @@ class _Resolved(NamedTuple):
 class Inference:
     """Runs requests. `copied_bytes`: what was copied here beside inputs, by reason."""
 
-    def __init__(self, client: AsyncClient, regions: RegionCache, plans: PlanCache | None = None) -> None:
+    def __init__(self, client: AsyncClient, regions: RegionCache) -> None:
         self._client = client
         self._regions = regions
-        self.plans = PlanCache() if plans is None else plans
+        self.plans = PlanCache(client)
         self.copied_bytes: Counter[str] = Counter()
         self._latest: dict[str, tuple[str, float]] = {}  # version and when it was heard, by model
         self._looking: dict[str, asyncio.Task[None]] = {}
@@ -154,6 +154,7 @@ class Inference:
         entry = self.plans.find(key) or await self._prepare(key, request, resolved, deadline_ns)
         try:
             if not entry.targets:
+                self.plans.grow_if_crowded(entry)
                 return _response(entry, request, await _submit(entry, request, deadline_ns))
             if entry.direct:
                 result = await _run_direct(entry, request, deadline_ns)
@@ -161,6 +162,7 @@ class Inference:
                     return _response(entry, request, result)
                 key = ("copy", key)
                 entry = self.plans.find(key) or await self._prepare(key, request, resolved, deadline_ns, direct=False)
+            self.plans.grow_if_crowded(entry)
             return await self._run_and_copy(entry, request, deadline_ns)
         except InferError as error:
             if _is_gone(error):

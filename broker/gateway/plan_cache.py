@@ -8,6 +8,8 @@ and all checks that do not depend on the data were done when it was made. Used b
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, final
@@ -26,7 +28,8 @@ from shm.message_values import ModelMetadata
 
 MAX_PLANS = 512
 MAX_BYTES = 256 << 20  # of places, for all plans but the last
-BUDGET = Budget(places=64, byte_size=8 << 20, least=4)  # per plan: as many requests run at once, others wait
+FIRST = Budget(places=2, byte_size=0)  # of a plan that may never be used again; others wait while both run
+BUDGET = Budget(places=64, byte_size=8 << 20, least=4)  # of one whose requests come at the same time
 
 Aliases = Mapping[str, Alias]  # by the principal's name
 
@@ -44,10 +47,10 @@ class Entry:
     """A plan and what a request needs beside it.
 
     `outputs`: name and datatype in the order of the answer. `targets`: those outputs that go to regions. `direct`: the
-    model writes these itself; else the result is made in the gateway's memory and copied.
+    model writes these itself; else the result is made in the gateway's memory and copied. `small`: it has two places.
     """
 
-    __slots__ = ("batched", "byte_size", "direct", "outputs", "plan", "targets", "turns", "version")
+    __slots__ = ("batched", "byte_size", "direct", "outputs", "plan", "small", "targets", "turns", "version")
 
     def __init__(
         self,
@@ -66,6 +69,7 @@ class Entry:
         self.targets = targets
         self.batched = model.max_batch_size > 0
         self.direct = direct
+        self.small = True
         # In one order for everybody, so that no two requests wait for each other.
         places = sorted({(t.alias.number, t.offset): t for t in targets.values()}.items(), key=lambda item: item[0])
         self.turns = tuple(target.alias.turn(target.offset) for _, target in places)
@@ -75,10 +79,12 @@ class Entry:
 class PlanCache:
     """All entries by key. On one event loop."""
 
-    def __init__(self, max_plans: int = MAX_PLANS, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, client: AsyncClient, max_plans: int = MAX_PLANS, max_bytes: int = MAX_BYTES) -> None:
+        self._client = client
         self._max_plans, self._max_bytes = max_plans, max_bytes
         self._entries: OrderedDict[Hashable, Entry] = OrderedDict()
         self._making: dict[Hashable, asyncio.Task[Entry]] = {}
+        self._growing: set[asyncio.Task[None]] = set()
         self.byte_size = 0
 
     def __len__(self) -> int:
@@ -102,6 +108,19 @@ class PlanCache:
             task = self._making[key] = asyncio.get_running_loop().create_task(self._make(key, make()))
             task.add_done_callback(_retrieve)  # all who wait may have left
         return await asyncio.shield(task)
+
+    def grow_if_crowded(self, entry: Entry) -> None:
+        """Give a plan more places, beside what goes on, once requests of its kind come at the same time."""
+        if entry.small and entry.plan.crowded:
+            entry.small = False
+            task = asyncio.get_running_loop().create_task(self._grow(entry))
+            self._growing.add(task)
+            task.add_done_callback(self._growing.discard)
+
+    async def _grow(self, entry: Entry) -> None:
+        # Without room, or without its model, it stays as it is: what is wrong the next request will be told.
+        with contextlib.suppress(InferError):
+            entry.plan = await self._client.prepare_recipe(dataclasses.replace(entry.plan.recipe, budget=BUDGET))
 
     async def _make(self, key: Hashable, making: Coroutine[Any, Any, Entry]) -> Entry:
         try:
@@ -159,7 +178,7 @@ async def prepare(
         else:
             inputs[tensor.name] = ArrayInput(tensor.datatype, tensor.shape, size)
     where = {output.name: places.get(output.name) for output in outputs}
-    plan = await client.prepare_recipe(Recipe(model.name, model.version, inputs, where, 1, 1, BUDGET, raw=True))
+    plan = await client.prepare_recipe(Recipe(model.name, model.version, inputs, where, 1, 1, FIRST, raw=True))
     return Entry(plan, model, list(where), targets, direct=len(places) == len(targets))
 
 

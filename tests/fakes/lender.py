@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import contextlib
 import json
+import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ class Lending(Broker):
     module = "tests.fakes.lender"
 
     def __init__(self, repository: Path, directory: Path, *flags: str) -> None:
+        self.repository = repository
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(directory / SOCKET))
         self._listener.listen(8)
@@ -86,6 +88,7 @@ def main() -> int:
     from broker.__main__ import main as command
     from broker.gateways import Gateways
 
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])  # gateways do not look into the current directory
     Gateways.__init__.__kwdefaults__["entry"] = "tests.fakes.lender"
     return command(sys.argv[1:])
 
