@@ -140,13 +140,13 @@ class Principals:
 
     async def _retire_dead(self, peer: Peer, name: str, key: str, byte_size: int, offset: int) -> None:
         """Make room for `name` if it is registered under the same key, and the key leads elsewhere now."""
-        old = next((e for e in self._registry.of(peer.session) if e.name == name and not e.draining), None)
-        if old is None or old.key.lstrip("/") != key.lstrip("/"):
-            return
         try:
+            old = self._registry.find(peer.session, name)
+            if old.key.lstrip("/") != key.lstrip("/"):
+                return
             fd, new = regions.open_system(name, key, byte_size, offset, peer.uid)
         except InferError:
-            return  # nothing that could take its place
+            return  # nothing to make room for, or nothing that could take its place
         os.close(fd)
         if (new.device, new.inode) != (old.device, old.inode):
             await self._registry.unregister(peer.session, name)

@@ -17,7 +17,7 @@ from broker.records import GATEWAY, Peer, RegionEntry
 from broker.registry import Registry
 from shm.errors import InferError
 from shm.message_values import Principal
-from tests.fakes.processes import descriptors
+from tests.fakes.processes import descriptors, until
 
 UID = os.getuid()
 ME = Principal(uid=UID, scope="kserve")
@@ -352,3 +352,28 @@ async def test_what_has_no_name_and_no_use_is_reaped(registry: Registry, princip
     await principals.reap(2000.0)
     await principals.reap(2000.0 + UNUSED_S)
     assert len(principals) == 0
+
+
+@scenario
+async def test_the_reaper_goes_on_whatever_happens(registry: Registry, principals: Principals, shm: Shm) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("broker.principals.LOOK_EVERY_S", 0.0)
+        patch.setattr("broker.principals.UNUSED_S", 0.0)
+        key, worker = shm.make(), Worker()
+        await principals.register(ME, "dead", key, PAGE, 0)
+        alias = principals.use(ONE, ME, "dead")
+        await registry.map_at(worker, [alias])
+        shm.unlink(key)
+        answers = iter([InferError("UNAVAILABLE", "no answer"), OSError(24, "too many"), False])
+
+        async def region_used(region: int, generation: int) -> bool:
+            answer = next(answers)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        patch.setattr(worker, "region_used", region_used)
+        reaper = asyncio.create_task(principals.keep_reaping())
+        await until(lambda: len(principals) == 0)
+        reaper.cancel()
+        await asyncio.wait([reaper])
