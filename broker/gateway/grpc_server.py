@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote
 
 import grpc
 from grpc import aio
@@ -67,6 +68,7 @@ class GrpcServer:
         """Listen; what to log, one line per address. Raises InferError when an address cannot be had."""
         if not self._options.grpc_port:
             return []
+        logging.getLogger("grpc").setLevel(logging.WARNING)  # below that, it logs every RPC
         credentials = self._credentials()
         server = aio.server(
             options=server_options(self._options, self.budget),
@@ -119,10 +121,10 @@ class GrpcServer:
         path = Path(self._options.directory, "grpc.sock")
         mask = os.umask(0o177)
         try:
-            server.add_insecure_port(f"unix:{path}")
+            server.add_insecure_port(f"unix:{quote(str(path))}")
         except RuntimeError:
             raise InferError(
-                Code.UNAVAILABLE, f"cannot listen at 'unix:{path}': a socket's path has at most 107 bytes"
+                Code.UNAVAILABLE, f"cannot listen at 'unix:{path}': it is no socket, or longer than 107 bytes"
             ) from None
         finally:
             os.umask(mask)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 import shutil
+import socket
 import stat
 import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 import numpy as np
@@ -129,6 +132,33 @@ def test_gateways_share_a_port(tmp_path: Path) -> None:
         assert second.lines == [f"Started GRPCInferenceService at 127.0.0.1:{first.port}"]
     with front(tmp_path, grpc_port=0) as off:
         assert off.lines == []
+
+
+def test_paths_of_the_unix_socket(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    odd = tmp_path / "a%20 b"
+    odd.mkdir()
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as stale:
+        stale.bind(str(odd / "grpc.sock"))  # as a gateway that was killed leaves it
+    with front(odd) as server, triton.InferenceServerClient(f"unix:{quote(str(odd))}/grpc.sock") as client:
+        assert server.lines[1] == f"Started GRPCInferenceService at unix:{odd}/grpc.sock"
+        assert client.is_server_live()
+    (odd / "grpc.sock").write_text("mine")
+    refused = Front(odd, FakeService())
+    try:
+        with pytest.raises(InferError, match="cannot listen at 'unix:"):
+            refused.start()
+    finally:
+        refused.stop()
+    assert (odd / "grpc.sock").read_text() == "mine"
+    with socket.create_server(("127.0.0.1", refused.port)):  # the port that it had is free
+        pass
+
+
+def test_requests_are_not_logged(server: Front, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG), triton.InferenceServerClient(server.url) as client:
+        assert client.is_server_live()
+        client.infer("add1", [tensor()])
+    assert not [each for each in caplog.records if each.name.startswith(("grpc", "broker"))]
 
 
 @pytest.mark.skipif(not shutil.which("openssl"), reason="makes its certificate with openssl")
