@@ -154,7 +154,10 @@ class Sketch:
         ):
             for tensor in tensors:
                 if tensor.region is not None:
-                    target.append(Placed(tensor, tensor.region, tensor.offset, tensor.stride))
+                    # Beside inputs of the client's own, which have as many positions as there are places, the caller's
+                    # tensor is at the one position that it was given.
+                    once = positions > 1 and tensors is self._inputs and self._recipe.input_positions == 1
+                    target.append(Placed(tensor, tensor.region, tensor.offset, 0 if once else tensor.stride))
                     continue
                 assert block is not None
                 # Without gaps where that keeps positions aligned: then neighbours run as one batch without a copy.
