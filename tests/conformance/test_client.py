@@ -5,22 +5,17 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import posix_ipc
 import pytest
 
 import clientlib
-from clientlib.async_client import AsyncClient
-from clientlib.async_pending import AsyncPending
-from clientlib.async_plans import AsyncPlan
-from clientlib.callable_model import AsyncModel
-from clientlib.region import AsyncRegion
 from shm.errors import InferError
 from tests.fakes import models
+from tests.fakes.blocking import Blocking, share
 from tests.fakes.broker import Broker
 
 pytestmark = pytest.mark.timeout(180)
@@ -36,36 +31,6 @@ def broker(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     flags = ("--model-control-mode=explicit", "--load-model=*")
     with Broker(repository, tmp_path_factory.mktemp("run"), *flags) as broker:
         yield broker.ready()
-
-
-class Blocking:
-    """An object of the async library, whose coroutines run on `runner` until they are done."""
-
-    def __init__(self, wrapped: Any, runner: asyncio.Runner) -> None:
-        self.wrapped, self.runner = wrapped, runner
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self.wrapped, name)
-        return self._blocking(value) if callable(value) else value
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._blocking(self.wrapped)(*args, **kwargs)
-
-    def _blocking(self, function: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            async def run() -> Any:
-                value = function(*args, **kwargs)
-                return await value if isinstance(value, Coroutine) else value
-
-            value = self.runner.run(run())
-            kinds = (AsyncClient, AsyncPlan, AsyncPending, AsyncModel)
-            return Blocking(value, self.runner) if isinstance(value, kinds) else value
-
-        return call
-
-
-def share(client, region):
-    return client.share(region) if isinstance(region, AsyncRegion) else region.share()
 
 
 @pytest.fixture(params=["threads", "loop"])
