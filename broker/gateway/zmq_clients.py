@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from broker.gateway.kserve import Caller
-from broker.gateway.zmq_messages import MAX_MESSAGE, PROTOCOL, Hello, Limits, Prepare
 from shm.errors import Code, InferError
+from shm.zmq_messages import MAX_MESSAGE, PROTOCOL, Hello, Limits, Prepare
 
 LIMITS: Final = Limits(message_bytes=MAX_MESSAGE, requests=1024, request_bytes=64 << 20, prepared=1024)
 MAX_CLIENTS: Final = 512

@@ -5,12 +5,13 @@ Used by `zmq_server` and its parts.
 
 from __future__ import annotations
 
-from typing import Final, final
+from typing import Final, cast, final
 
 import msgspec
 
 from broker.gateway.kserve import InferRequest, InferResponse, InputTensor, RequestedOutput
-from broker.gateway.zmq_messages import (
+from shm.errors import Code, InferError, ProtocolError
+from shm.zmq_messages import (
     MAX_MESSAGE,
     ClientMessage,
     Error,
@@ -23,7 +24,6 @@ from broker.gateway.zmq_messages import (
     Result,
     Run,
 )
-from shm.errors import Code, InferError, ProtocolError
 
 _decoder: Final[msgspec.msgpack.Decoder[ClientMessage]] = msgspec.msgpack.Decoder(ClientMessage)
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -160,7 +160,7 @@ def result(request: int, response: InferResponse) -> Result:
         model=response.model,
         version=response.version,
         outputs=[
-            OutputIs(name=output.name, datatype=output.datatype, shape=output.shape, data=output.data)
+            OutputIs(name=output.name, datatype=output.datatype, shape=output.shape, data=cast(bytearray, output.data))
             for output in response.outputs
         ],
         parameters=response.parameters,

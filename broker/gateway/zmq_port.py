@@ -20,8 +20,8 @@ from typing import Final, final
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from broker.gateway.zmq_messages import MAX_MESSAGE
 from shm import sockets
+from shm.zmq_messages import MAX_MESSAGE
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +59,7 @@ class Port:
         self._monitor: zmq.Socket[bytes] | None = None
         self._connections: set[int] = set()
         self._limit = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
-        self._endpoint = "ipc:///zmq"  # a name within libzmq: it gets the listening socket itself
-        self._paused = True
+        self._endpoint = ""  # what libzmq calls the socket that it was lent; "" while accepting is paused
         try:
             self._configure(uid)
             self.resume()
@@ -103,28 +102,29 @@ class Port:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.DONTWAIT))
             change = self._connections.add if event["event"] == zmq.EVENT_ACCEPTED else self._connections.discard
             change(event["value"])
-        if len(self._connections) >= self._limit and not self._paused:
+        if len(self._connections) >= self._limit and self._endpoint:
             log.warning("ZeroMQ: %d connections, no more are accepted until some end", len(self._connections))
             self.pause()
-        elif len(self._connections) < self._limit * 3 // 4 and self._paused:
+        elif len(self._connections) < self._limit * 3 // 4 and not self._endpoint:
             self.resume()
         return len(self._connections)
 
     def pause(self) -> None:
         """Accept no more connections; those that there are go on, new ones wait in the backlog."""
-        self._paused = True
-        self._router.unbind(self._endpoint)
+        if self._endpoint:
+            self._router.unbind(self._endpoint)
+            self._endpoint = ""
 
     def resume(self) -> None:
         """Accept connections."""
         fd = os.dup(self._listener.fileno())  # libzmq closes the one that it is given
         try:
             self._router.setsockopt(zmq.USE_FD, fd)
-            self._router.bind(self._endpoint)
+            self._router.bind("ipc://lent")
         except zmq.ZMQError as error:
             os.close(fd)
             raise OSError(error.errno, f"cannot listen: {error.strerror}", self.path) from None
-        self._paused = False
+        self._endpoint = str(self._router.last_endpoint.rstrip(b"\0"), "utf-8", "surrogateescape")
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
@@ -176,6 +176,7 @@ class Port:
         if not self._context.closed:
             if self._monitor is not None:
                 self._router.disable_monitor()
+                self._monitor.close()
                 self._monitor = None
             self._router.close()
             self._context.term()

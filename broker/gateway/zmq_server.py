@@ -11,17 +11,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final, final
 
-from broker.gateway import zmq_messages as words
 from broker.gateway.kserve import Caller, Service
 from broker.gateway.options import GatewayOptions
 from broker.gateway.zmq_clients import LIMITS, Client, Clients, watch
 from broker.gateway.zmq_codec import Refused, decode, encode, failure, inline_size
 from broker.gateway.zmq_port import Port, Sent
 from broker.gateway.zmq_verbs import Verbs
+from shm import zmq_messages as words
 from shm.errors import Code, InferError, ProtocolError
 
 log = logging.getLogger(__name__)
@@ -32,12 +32,14 @@ LET_GO_S: Final = 1.0  # for requests that were cancelled, when the server stops
 NO_SESSION: Final = "this connection has no session: say hello first (again, if the gateway was restarted)"
 WHILE_EXITING: Final = (words.Heartbeat, words.Goodbye, words.Cancel, words.Release)
 
+Identify = Callable[[str, str, Mapping[str, str]], Caller]
+
 
 @final
 class ZmqServer:
-    """`identify(peer address, token)` makes the caller of a session (`peers.Peers.zmq_caller`)."""
+    """`identify(peer address, token, headers)` makes the caller of a session (`peers.Peers.zmq_caller`)."""
 
-    def __init__(self, service: Service, options: GatewayOptions, identify: Callable[[str, str], Caller]) -> None:
+    def __init__(self, service: Service, options: GatewayOptions, identify: Identify) -> None:
         self._service = service
         self._options = options
         self._identify = identify
@@ -223,7 +225,7 @@ class ZmqServer:
             ) from None
         try:
             client, resumed, previous = self._clients.welcome(
-                routing, hello, lambda token: self._identify(address, token), pid, self._loop.time()
+                routing, hello, lambda token: self._identify(address, token, hello.headers), pid, self._loop.time()
             )
         except BaseException:
             if pidfd >= 0:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, final
 
-from broker.gateway import zmq_messages as words
 from broker.gateway.kserve import Category, InferRequest, Service
 from broker.gateway.zmq_clients import Client
 from broker.gateway.zmq_codec import check_prepare, infer_request, result, run_request
+from shm import zmq_messages as words
 from shm.errors import Code, InferError
 
 
@@ -133,7 +133,7 @@ class Verbs:
             record
             for kind in ("system", "cuda")
             for record in await self._service.regions(client.caller, kind, "")
-            if message.name in ("", record.name)
+            if record.kind == kind and message.name in ("", record.name)
         ]
         if message.name and not records:
             raise InferError(Code.NOT_FOUND, f"Unable to find shared memory region: '{message.name}'")

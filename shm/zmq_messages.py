@@ -1,8 +1,8 @@
 """The messages between a ZeroMQ client and the gateway, as docs/wire-protocol.md describes them.
 
 One msgpack map per message, in one frame. Every request carries an `id` of the client's choice; exactly one reply
-carries the same. Unknown fields, wrong types and missing fields are refused. Used by the ZeroMQ server alone: clients
-are written from the document.
+carries the same. Unknown fields, wrong types and missing fields are refused. Used by `broker.gateway.zmq_server` and
+`clientlib.remote.zmq_transport`; other clients are written from the document.
 
 Client → gateway (reply):
     hello → welcome          first message of a connection
@@ -49,13 +49,17 @@ class Request(
 
 
 class Hello(Request, frozen=True, kw_only=True):
-    """`pid` is used where the connection does not tell. `token` resumes the session that it names."""
+    """`pid` is used where the connection does not tell. `token` resumes the session that it names.
+
+    `headers`: what the server's restricted APIs ask for, names in lower case.
+    """
 
     protocol: Number
     pid: Number = 0
     heartbeat_ms: Milliseconds = 10_000
     token: Annotated[str, msgspec.Meta(pattern=TOKEN)] | None = None
     library: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    headers: Annotated[dict[Text, Text], msgspec.Meta(max_length=16)] = {}
 
 
 class Heartbeat(Request, frozen=True, kw_only=True):
@@ -356,7 +360,7 @@ class OutputIs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     name: str
     datatype: str
     shape: tuple[int, ...]
-    data: bytes | bytearray | memoryview | None = None
+    data: bytearray | None = None  # the gateway gives any buffer, a client gets one that is its own
 
 
 class Result(Reply, frozen=True, kw_only=True):
@@ -366,3 +370,18 @@ class Result(Reply, frozen=True, kw_only=True):
     version: str
     outputs: list[OutputIs]
     parameters: dict[str, Value] = {}
+
+
+GatewayMessage = (
+    Welcome
+    | Done
+    | Error
+    | ServerState
+    | Index
+    | MetadataIs
+    | ConfigIs
+    | StatisticsAre
+    | RegionsAre
+    | Prepared
+    | Result
+)
