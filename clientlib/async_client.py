@@ -230,10 +230,13 @@ class AsyncClient(StaysHere):
     ) -> None:
         await self.close()
 
-    async def prepare_recipe(self, made: Recipe) -> AsyncPlan:
-        """A plan for `infer_arrays`: what `infer` prepares by itself, kept by the caller instead."""
+    async def prepare_recipe(self, made: Recipe, model: ModelMetadata | None = None) -> AsyncPlan:
+        """A plan for `infer_arrays`: what `infer` prepares by itself, kept by the caller instead.
+
+        `model`: the recipe's, when the caller has just heard of it.
+        """
         plan = AsyncPlan(self, made)
-        await self._run(lambda link: self.native.prepare(link, plan))
+        await self._run(lambda link: self.native.prepare(link, plan, model))
         return plan
 
     def name_region(self, info: RegionInfo, identity: tuple[int, int]) -> MappedRegion:

@@ -258,12 +258,12 @@ class Native(Generic[L]):
 
     # --- plans -----------------------------------------------------------------------------------------------------
 
-    def prepare(self, link: Link[L], plan: PlanState[L]) -> Procedure[None]:
-        """Lay `plan` out and have the broker check it and bind it to a worker."""
+    def prepare(self, link: Link[L], plan: PlanState[L], known: ModelMetadata | None = None) -> Procedure[None]:
+        """Lay `plan` out and have the broker check it and bind it to a worker. `known`: the model, if just heard of."""
         yield from self._release_dropped(link)
         recipe = plan.recipe
         self._check_regions(recipe)
-        model = yield from self.model(link, recipe.model, recipe.version)
+        model = known or (yield from self.model(link, recipe.model, recipe.version))
         sizes = sketch(recipe, model)
         block = (yield from self._allocate(sizes.byte_size)) if sizes.byte_size else None
         layout = sizes.place(block)

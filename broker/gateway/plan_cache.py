@@ -178,7 +178,8 @@ async def prepare(
         else:
             inputs[tensor.name] = ArrayInput(tensor.datatype, tensor.shape, size)
     where = {output.name: places.get(output.name) for output in outputs}
-    plan = await client.prepare_recipe(Recipe(model.name, model.version, inputs, where, 1, 1, FIRST, raw=True))
+    recipe = Recipe(model.name, model.version, inputs, where, 1, 1, FIRST, raw=True)
+    plan = await client.prepare_recipe(recipe, model)
     return Entry(plan, model, list(where), targets, direct=len(places) == len(targets))
 
 
