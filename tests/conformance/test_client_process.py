@@ -49,23 +49,58 @@ def run(code: str) -> str:
     return done.stdout
 
 
+HEAVY = {
+    "onnxruntime",
+    "onnx",
+    "grpc",
+    "zmq",
+    "aiohttp",
+    "cuda",
+    "torch",
+    "google",
+    "tritonclient",
+    "broker",
+    "multiprocessing",
+}
+
+
 def test_importing_it_costs_little():
     loaded = run("import clientlib, sys; print(*sorted({name.partition('.')[0] for name in sys.modules}))").split()
     assert {"numpy", "msgspec"} <= set(loaded)
-    heavy = {
-        "onnxruntime",
-        "onnx",
-        "grpc",
-        "zmq",
-        "cuda",
-        "torch",
-        "google",
-        "tritonclient",
-        "broker",
-        "multiprocessing",
-    }
-    assert heavy.isdisjoint(loaded)
-    assert "broker" not in loaded
+    assert HEAVY.isdisjoint(loaded)
+
+
+def test_a_native_client_imports_no_other_transport(broker):
+    code = (
+        "import sys, asyncio, clientlib, numpy as np\n"
+        "x = {'x': np.ones((1, 2), np.float32)}\n"
+        f"with clientlib.connect({url(broker)!r}) as client: client.infer('add1', x)\n"
+        "async def main():\n"
+        f"    async with await clientlib.connect_async({url(broker)!r}) as client: await client.infer('add1', x)\n"
+        "asyncio.run(main())\n"
+        "print(*sys.modules)"
+    )
+    loaded = run(code).split()
+    assert HEAVY.isdisjoint(name.partition(".")[0] for name in loaded)
+    assert not [name for name in loaded if name.startswith("clientlib.remote")]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "package", "extra"), [("grpc", "grpc", "grpc"), ("zmq+ipc", "zmq", "zmq"), ("http", "aiohttp", "http")]
+)
+def test_a_transport_whose_package_is_not_installed_says_what_to_install(scheme, package, extra):
+    url = "zmq+ipc:///nowhere" if scheme == "zmq+ipc" else f"{scheme}://127.0.0.1:1"
+    code = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        "import asyncio, clientlib\n"
+        "try:\n"
+        f"    asyncio.run(clientlib.connect_async({url!r}))\n"
+        "except clientlib.InferError as error:\n"
+        "    print(error)"
+    )
+    said = run(code)
+    assert said.startswith("[UNSUPPORTED] the ")
+    assert f"pip install 'tensorbroker[{extra}]'" in said
 
 
 def test_the_default_client(broker, monkeypatch):
