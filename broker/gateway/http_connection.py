@@ -7,15 +7,18 @@
 Parsing is aiohttp's (llhttp in C). Its server is not used: here one task is made when a request's head is complete,
 which answers two turns of the event loop earlier than a task per connection that makes one per request.
 
-Every state but `running` has a deadline. `broker.gateway.http_server` looks at them twice a second; a peer that did
+Every state but `running` has a deadline. `broker.gateway.http_server` looks at them four times a second; a peer that did
 something meanwhile (sent enough of a body, took some of a reply) is given more time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import math
+import struct
+import termios
 from collections import deque
 from dataclasses import dataclass
 from typing import Final, Protocol, final
@@ -270,6 +273,10 @@ class Connection(BaseProtocol):
             return await self._read_length(payload, int(message.headers["Content-Length"]))
         except BodyError as error:
             raise invalid(f"malformed request body: {error}") from None
+        except InferError:
+            self._last = True  # who sends such a body is not listened to any longer
+            self._queue.clear()
+            raise
         finally:
             self._state, self.deadline = "running", math.inf
 
@@ -336,8 +343,16 @@ class Connection(BaseProtocol):
         return self.transport
 
     def _taken(self) -> int:
-        """Bytes of replies that the kernel took, which it does when the peer reads."""
-        return self._handed - (self.transport.get_write_buffer_size() if self.transport else 0)
+        """Bytes of replies that the peer's kernel has. Ours takes more only when a third of its buffer is free."""
+        if self.transport is None:
+            return self._handed
+        waiting = struct.pack("i", 0)
+        try:
+            fd = self.transport.get_extra_info("socket").fileno()
+            waiting = fcntl.ioctl(fd, termios.TIOCOUTQ, waiting)
+        except (OSError, ValueError):  # it is closed
+            pass
+        return self._handed - self.transport.get_write_buffer_size() - int(struct.unpack("i", waiting)[0])
 
     # --- the end ---------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from shm.errors import Code, InferError
 Identify = Callable[[Any, Mapping[str, str]], Caller]  # the connection's socket (None: closed), headers in any case
 
 SOCKET_NAME: Final = "http.sock"
-SWEEP_S: Final = 0.5
+SWEEP_S: Final = 0.25
 _MAX_CONNECTIONS: Final = 4096
 _BODIES: Final = 16  # times --http-max-input-size: bytes of bodies in memory, of all connections
 

@@ -1,0 +1,143 @@
+"""An `HttpServer` on a `FakeService`, in a thread of this process, for tests that speak to it over sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import tempfile
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from broker.gateway.http_connection import Patience
+from broker.gateway.http_server import HttpServer
+from broker.gateway.kserve import Caller
+from broker.gateway.options import GatewayOptions
+from tests.fakes.kserve import FakeService
+
+T = TypeVar("T")
+WAIT_S = 30.0
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def identify(_: Any, headers: Mapping[str, str]) -> Caller:
+    return Caller("http", headers=headers)
+
+
+class Running:
+    """`service` and `server` belong to the thread: `call` runs something there."""
+
+    def __init__(self, options: GatewayOptions, loop: asyncio.AbstractEventLoop) -> None:
+        self.service = FakeService()
+        self.options = options
+        self.port = options.http_port
+        self.url = f"127.0.0.1:{self.port}"
+        self.lines: list[str] = []
+        self.server: HttpServer
+        self._loop = loop
+
+    def call(self, function: Callable[[], Awaitable[T] | T]) -> T:
+        async def run() -> T:
+            result = function()
+            return await result if isinstance(result, Awaitable) else result
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(WAIT_S)
+
+    def connections(self) -> int:
+        return self.call(lambda: len(self.server._connections))
+
+    def connect(self) -> Peer:
+        return Peer(socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S))
+
+
+class Peer:
+    """A socket that speaks HTTP by hand."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._buffer = b""
+
+    def send(self, data: bytes) -> Peer:
+        self.sock.sendall(data)
+        return self
+
+    def request(self, method: str, path: str, body: bytes = b"", *headers: str) -> Peer:
+        lines = [f"{method} {path} HTTP/1.1", "Host: h", f"Content-Length: {len(body)}", *headers]
+        return self.send("\r\n".join([*lines, "", ""]).encode() + body)
+
+    def reply(self) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers in lower case, body. ConnectionError when there is none."""
+        while b"\r\n\r\n" not in self._buffer:
+            self._more()
+        start, _, rest = self._buffer.partition(b"\r\n\r\n")
+        first, *lines = start.decode().split("\r\n")
+        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+        self._buffer = rest
+        length = int(headers.get("content-length", 0))
+        while len(self._buffer) < length:
+            self._more()
+        body, self._buffer = self._buffer[:length], self._buffer[length:]
+        return int(first.split()[1]), headers, body
+
+    def error(self) -> tuple[int, str]:
+        status, headers, body = self.reply()
+        assert headers["content-type"] == "application/json"
+        return status, json.loads(body)["error"]
+
+    def _more(self) -> None:
+        data = self.sock.recv(1 << 20)
+        if not data:
+            raise ConnectionError("closed")
+        self._buffer += data
+
+    def closed(self) -> bool:
+        """Does the peer say no more? Waits for it."""
+        try:
+            return self._buffer == b"" and self.sock.recv(1) == b""
+        except ConnectionError:
+            return True
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sock.close()
+
+
+@contextmanager
+def running(
+    *, patience: Patience | None = None, max_connections: int = 0, peers: bool = False, **options: Any
+) -> Iterator[Running]:
+    """A server that listens. `peers`: with the real `Peers` instead of a caller without principal."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="http server")
+    thread.start()
+    try:
+        # Not pytest's directory: the name of a Unix socket has to be short.
+        with tempfile.TemporaryDirectory(prefix="tb-http-") as directory:
+            given = {"directory": directory, "broker_uid": 0, "http_port": free_port()} | options
+            it = Running(GatewayOptions(**given), loop)
+
+            async def start() -> None:
+                who = None if peers else identify
+                it.server = HttpServer(it.service, it.options, who, patience=patience, max_connections=max_connections)
+                it.lines = await it.server.start()
+
+            it.call(start)
+            try:
+                yield it
+            finally:
+                it.call(lambda: it.server.stop(0))
+                assert it.call(lambda: len(asyncio.all_tasks())) == 1, "a request outlived the server"
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(WAIT_S)
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
