@@ -1,8 +1,8 @@
 """The ROUTER socket in the run directory, and who is behind its connections. Knows nothing of messages.
 
-Used by `zmq_server`. The listening socket is made here and lent to libzmq (ZMQ_USE_FD): so its mode and backlog are
-ours, and accepting can pause without the socket file going away. It must pause before descriptors run out, because
-libzmq aborts the process when accept() finds none left.
+Used by `zmq_server`. The listening socket is made here and given to libzmq (ZMQ_USE_FD), so that its mode, backlog and
+file are ours. libzmq aborts the process when accept() finds no descriptor left: long before that the file is hidden, so
+that nobody else connects. (Unbinding would end the connections that there are.)
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from shm.zmq_messages import MAX_MESSAGE
 log = logging.getLogger(__name__)
 
 SOCKET: Final = "zmq.sock"
+HIDDEN: Final = ".hidden"
 BACKLOG: Final = 128
 HANDSHAKE_MS: Final = 2000
 QUEUE: Final = 128  # messages per connection that libzmq holds, in each direction
@@ -59,10 +60,10 @@ class Port:
         self._monitor: zmq.Socket[bytes] | None = None
         self._connections: set[int] = set()
         self._limit = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
-        self._endpoint = ""  # what libzmq calls the socket that it was lent; "" while accepting is paused
+        self._hidden = ""  # where the socket file is while nobody may connect
         try:
             self._configure(uid)
-            self.resume()
+            self._bind()
         except BaseException:
             self.close()
             raise
@@ -102,29 +103,36 @@ class Port:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.DONTWAIT))
             change = self._connections.add if event["event"] == zmq.EVENT_ACCEPTED else self._connections.discard
             change(event["value"])
-        if len(self._connections) >= self._limit and self._endpoint:
+        if len(self._connections) >= self._limit and not self._hidden:
             log.warning("ZeroMQ: %d connections, no more are accepted until some end", len(self._connections))
             self.pause()
-        elif len(self._connections) < self._limit * 3 // 4 and not self._endpoint:
+        elif len(self._connections) < self._limit * 3 // 4 and self._hidden:
             self.resume()
         return len(self._connections)
 
     def pause(self) -> None:
-        """Accept no more connections; those that there are go on, new ones wait in the backlog."""
-        if self._endpoint:
-            self._router.unbind(self._endpoint)
-            self._endpoint = ""
+        """Let nobody else connect. At most a backlog of connections is still accepted."""
+        if not self._hidden:
+            hidden = self.path + HIDDEN
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(self.path, hidden)
+            self._hidden = hidden
 
     def resume(self) -> None:
-        """Accept connections."""
+        """Let others connect again."""
+        if self._hidden:
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(self._hidden, self.path)
+            self._hidden = ""
+
+    def _bind(self) -> None:
         fd = os.dup(self._listener.fileno())  # libzmq closes the one that it is given
         try:
             self._router.setsockopt(zmq.USE_FD, fd)
-            self._router.bind("ipc://lent")
+            self._router.bind("ipc://given")
         except zmq.ZMQError as error:
             os.close(fd)
             raise OSError(error.errno, f"cannot listen: {error.strerror}", self.path) from None
-        self._endpoint = str(self._router.last_endpoint.rstrip(b"\0"), "utf-8", "surrogateescape")
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
@@ -170,8 +178,9 @@ class Port:
         """Close everything; what libzmq holds is sent for at most LINGER_MS more. May be called again."""
         if self._listener.fileno() >= 0:
             with contextlib.suppress(OSError):
-                if os.lstat(self.path).st_ino == self._inode:
-                    os.unlink(self.path)
+                path = self._hidden or self.path
+                if os.lstat(path).st_ino == self._inode:
+                    os.unlink(path)
             self._listener.close()
         if not self._context.closed:
             if self._monitor is not None:
@@ -184,8 +193,9 @@ class Port:
 
 def _listen(path: str) -> socket.socket:
     """A listening socket (0600) at `path`; what a gateway that died left there is replaced."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
+    for left in (path, path + HIDDEN):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(left)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     previous = os.umask(0o177)
     try:
