@@ -230,7 +230,7 @@ def test_requests_of_a_stream_that_ends_are_cancelled(server: Front, how: str) -
                 yield request(number)
             forever.wait(30)
 
-        responses = open_stream(channel, requests(), timeout=0.5 if how == "deadline" else 60)
+        responses = open_stream(channel, requests(), timeout=1.5 if how == "deadline" else 60)
         server.wait(lambda: len(server.service.asked) == 10)
         if how == "cancel":
             responses.cancel()
@@ -268,7 +268,7 @@ def test_streams_cancelled_at_any_time(server: Front) -> None:
 
 def test_a_client_that_does_not_read(server: Front, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was made for it is let go after a while; others are served meanwhile."""
-    monkeypatch.setattr("broker.gateway.grpc_stream.WRITE_STALL_S", 0.5)
+    monkeypatch.setattr("broker.gateway.grpc_stream.WRITE_STALL_S", 1.5)
     with grpc.insecure_channel(server.url, options=(("grpc.use_local_subchannel_pool", 1),)) as channel:
         responses = open_stream(channel, iter([request(n, size=1 << 20) for n in range(40)]), timeout=60)
         server.wait(lambda: server.server.budget.used > 16 << 20)

@@ -13,7 +13,6 @@ from tritonclient.grpc import service_pb2
 
 from broker.gateway import grpc_codec
 from broker.gateway.grpc_codec import decode_request, encode_response, split_contents, stream_error, stream_message
-from broker.gateway.grpc_contents import MAX_TYPED_ELEMENTS
 from broker.gateway.kserve import InferRequest, InferResponse, OutputTensor
 from shm.errors import Code, InferError
 
@@ -155,9 +154,14 @@ def test_typed_contents_that_do_not_go_with_the_datatype() -> None:
     both = typed("FP32", fp32_contents=[1], int64_contents=[1])
     both.inputs[0].datatype = "INT64"
     assert refused(both) == f"{what}, binary data was already supplied."
-    assert "send tensors as raw_input_contents" in refused(
-        typed("BOOL", bool_contents=np.ones(MAX_TYPED_ELEMENTS + 1, bool))
-    )
+
+
+def test_typed_contents_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_codec, "MAX_TYPED_ELEMENTS", 5)
+    request = typed("BOOL", bool_contents=[True] * 3)
+    decoded(request)
+    request.inputs.append(request.inputs[0])
+    assert "send tensors as raw_input_contents" in refused(request)
 
 
 def test_contents_of_two_kinds_or_of_none() -> None:
