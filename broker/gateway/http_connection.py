@@ -7,8 +7,8 @@
 Parsing is aiohttp's (llhttp in C). Its server is not used: here one task is made when a request's head is complete,
 which answers two turns of the event loop earlier than a task per connection that makes one per request.
 
-Every state but `running` has a deadline. `broker.gateway.http_server` looks at them four times a second; a peer that did
-something meanwhile (sent enough of a body, took some of a reply) is given more time.
+Every state but `running` has a deadline. `broker.gateway.http_server` looks at them four times a second; a peer that
+did something meanwhile (sent enough of a body, took some of a reply) is given more time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import math
 import struct
 import termios
 from collections import deque
-from dataclasses import dataclass
 from typing import Final, Protocol, final
 
 from aiohttp.base_protocol import BaseProtocol
@@ -29,34 +28,24 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.streams import StreamReader
 
 from broker.gateway.http_codec import HEADER_LENGTH
-from broker.gateway.http_errors import MAX_CHUNKS, internal, invalid, too_large, too_many_chunks
+from broker.gateway.http_errors import internal, invalid, too_large, too_many_chunks
+from broker.gateway.http_limits import (
+    MAX_CHUNKS,
+    MAX_FIELD,
+    MAX_HEADERS,
+    MAX_LINE,
+    PIPELINE,
+    READ_SIZE,
+    SEND_SIZE,
+    Patience,
+)
 from broker.gateway.http_message import Reply, error_reply, head
 from broker.gateway.kserve import Buffer
 from shm.errors import InferError
 
-READ_SIZE: Final = 256 << 10  # bytes of a body that wait to be taken before the socket is left alone
-SEND_SIZE: Final = 256 << 10  # bytes of a reply that wait for the socket, and what is handed over at once
-PIPELINE: Final = 16  # requests that wait for the one before
-MAX_LINE: Final = 16 << 10  # bytes of a request line
-MAX_FIELD: Final = 16 << 10  # bytes of a header
-MAX_HEADERS: Final = 100
 _ONE_WRITE: Final = 64 << 10  # smaller replies are joined: one system call, one segment
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _log = logging.getLogger(__name__)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """Seconds that a peer has for each state. A body must bring `body_progress` bytes each `body` seconds."""
-
-    first_byte: float = 2.0
-    head: float = 10.0
-    body: float = 10.0
-    body_progress: int = 16 << 10
-    send: float = 5.0
-    idle: float = 60.0
-    discard: float = 10.0
 
 
 class Owner(Protocol):

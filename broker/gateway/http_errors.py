@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 
 from broker.gateway.access import Restricted
+from broker.gateway.http_limits import MAX_CHUNKS, MAX_DEPTH
 from shm.errors import Code, InferError
 
 # Triton's own choice, not REST's: 409, 499 and 504 never occur.
@@ -31,8 +32,6 @@ METHOD_NOT_ALLOWED: Final = "Method Not Allowed"
 EXITING: Final = "Server exiting"
 SHM_DISABLED: Final = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
 RAISE_LIMIT: Final = "Use --http-max-input-size to increase the limit."
-MAX_CHUNKS: Final = 65536  # non-empty ones of one body
-MAX_DEPTH: Final = 100  # nested JSON arrays
 
 
 def status_of(error: InferError) -> int:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import resource
 import socket
 import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, final
 
-from broker.gateway.http_connection import Connection, Incoming, Patience
+from broker.gateway.http_connection import Connection, Incoming
 from broker.gateway.http_errors import EXITING, METHOD_NOT_ALLOWED, NOT_FOUND
+from broker.gateway.http_limits import BODIES, Patience, connections_allowed
 from broker.gateway.http_message import Reply, Request, text_reply
 from broker.gateway.http_routes import Routes
 from broker.gateway.kserve import Caller, Service
@@ -29,8 +29,6 @@ Identify = Callable[[Any, Mapping[str, str]], Caller]  # the connection's socket
 
 SOCKET_NAME: Final = "http.sock"
 SWEEP_S: Final = 0.25
-_MAX_CONNECTIONS: Final = 4096
-_BODIES: Final = 16  # times --http-max-input-size: bytes of bodies in memory, of all connections
 
 
 @final
@@ -53,7 +51,7 @@ class HttpServer:
         self._routes = Routes(service, options)
         self._listeners: list[asyncio.Server] = []
         self._connections: set[Connection] = set()
-        self._max_connections = max_connections or _connections_allowed()
+        self._max_connections = max_connections or connections_allowed()
         self._body_bytes = 0
         self._stopping = False
         self._idle = asyncio.Event()  # set when stopping and no connection is left
@@ -121,7 +119,7 @@ class HttpServer:
 
     def reserve(self, size: int) -> None:
         """See `http_connection.Owner`."""
-        if self._body_bytes + size > _BODIES * self.limit:
+        if self._body_bytes + size > BODIES * self.limit:
             raise InferError(Code.UNAVAILABLE, "too many large requests at a time: try again later")
         self._body_bytes += size
 
@@ -204,10 +202,3 @@ class HttpServer:
             except OSError:
                 pass
             self._path = None
-
-
-def _connections_allowed() -> int:
-    """A third of the descriptors: gRPC, regions and workers need theirs."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = soft if soft != resource.RLIM_INFINITY else 3 * _MAX_CONNECTIONS
-    return max(8, min(_MAX_CONNECTIONS, limit // 3))

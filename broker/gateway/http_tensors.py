@@ -13,8 +13,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from broker.gateway.http_errors import MAX_DEPTH, RAISE_LIMIT, internal, invalid, too_deep
+from broker.gateway.http_errors import RAISE_LIMIT, internal, invalid, too_deep
 from broker.gateway.http_json import INT64_MAX, as_array, wrong_element
+from broker.gateway.http_limits import MAX_DEPTH
 from broker.gateway.kserve import Buffer
 from shm.datatypes import BYTES, DATATYPES, decode_bytes, element_size, encode_bytes, numpy_dtype, shape_text
 from shm.errors import InferError

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from broker.gateway.http_connection import Patience
+from broker.gateway.http_limits import Patience
 from broker.gateway.http_server import HttpServer
 from broker.gateway.kserve import Caller
 from broker.gateway.options import GatewayOptions
