@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, final
 
 from broker.gateway import exposition
-from broker.gateway.http_connection import Connection, Incoming, Patience
+from broker.gateway.http_connection import Connection, Incoming
 from broker.gateway.http_errors import METHOD_NOT_ALLOWED
 from broker.gateway.http_message import Reply, text_reply
 from broker.gateway.options import GatewayOptions
