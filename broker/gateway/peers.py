@@ -51,26 +51,14 @@ class Connection(Protocol):
 
 @final
 class Peers:
-    """Makes callers for one gateway, on its event loop's thread.
+    """Makes callers for one gateway, on its event loop's thread."""
 
-    `grpc_address` is what --grpc-address says: gRPC tells a handler where its peer is, but not which address the peer
-    connected to, and an exact question needs both. Only a loopback address there has one answer.
-    """
-
-    def __init__(
-        self,
-        broker_uid: int,
-        *,
-        grpc_address: str = "127.0.0.1",
-        grpc_port: int = 8001,
-        owner: Callable[[Endpoint, Endpoint], int | None] | None = None,
-    ) -> None:
+    def __init__(self, broker_uid: int, *, owner: Callable[[Endpoint, Endpoint], int | None] | None = None) -> None:
+        """`owner` is asked for the uid of a socket, by default the kernel."""
         self._uid = broker_uid
         self._owners = SocketOwners()
         self._owner = owner or self._owners.uid
         self._overflow = overflow_uid()
-        self._grpc_port = grpc_port
-        self._grpc_locals = loopback_addresses(grpc_address)
 
     def close(self) -> None:
         """Close the netlink socket."""
@@ -80,9 +68,19 @@ class Peers:
         """Of one HTTP request. `connection` None: it is closed by now. `headers`: any case, aiohttp's mapping too."""
         return Caller("http", headers=headers, ask=partial(self._http, connection, headers))
 
-    def grpc_caller(self, peer: str, metadata: Mapping[str, str]) -> Caller:
-        """Of one call, or one request of a stream. `peer` as grpc writes it; `metadata`: what of it is text."""
-        return Caller("grpc", headers=metadata, ask=partial(self._grpc, peer, metadata))
+    def grpc_callers(self, address: str, port: int) -> Callable[[str, Mapping[str, str]], Caller]:
+        """What makes the caller of a call, or of one request of a stream, to a server on `address` alone.
+
+        It takes the peer as grpc writes it, and what of the metadata is text. gRPC tells a handler where its peer is,
+        but not which address the peer connected to, and an exact question needs both: on any other address than one of
+        loopback, TCP peers are remote (see `grpc_listeners`).
+        """
+        local = loopback_addresses(address)
+
+        def caller(peer: str, metadata: Mapping[str, str]) -> Caller:
+            return Caller("grpc", headers=metadata, ask=partial(self._grpc, local, port, peer, metadata))
+
+        return caller
 
     def zmq_caller(self, peer_address: str, client: str, headers: Mapping[str, str] | None = None) -> Caller:
         """Of one message. `peer_address`: its frame's metadata; `client` names the client within its uid."""
@@ -102,7 +100,7 @@ class Peers:
         except (OSError, ValueError) as error:
             return None, f"the peer's address is not known: {error}"
 
-    def _grpc(self, peer: str, headers: Mapping[str, str]) -> Identity:
+    def _grpc(self, listening: Mapping[int, Address], port: int, peer: str, headers: Mapping[str, str]) -> Identity:
         if by := forwarded_by(headers):
             return None, by
         if peer.startswith("unix:"):
@@ -116,13 +114,10 @@ class Peers:
             return None, "the peer's address is not known"
         if not remote[0].is_loopback:
             return None, _not_loopback(remote[0])
-        local = self._grpc_locals.get(remote[0].version)
+        local = listening.get(remote[0].version)
         if local is None:
-            return None, (
-                "gRPC does not listen on a loopback address alone (--grpc-address), so that its peers cannot be told "
-                "apart; its Unix socket works"
-            )
-        return self._tcp(remote, (local, self._grpc_port))
+            return None, "it did not connect to the loopback address that it has itself"
+        return self._tcp(remote, (local, port))
 
     def _zmq(self, peer_address: str, client: str) -> Identity:
         found = zmq_peer(peer_address)
@@ -161,6 +156,18 @@ def zmq_peer(peer_address: str) -> tuple[int, int] | None:
     return (int(found["uid"]), int(found["pid"])) if found else None
 
 
+def grpc_listeners(host: str) -> list[str]:
+    """The addresses that gRPC servers of their own listen on, so that --grpc-address is served and peers are known.
+
+    One, unless that means all addresses: then loopback's get servers of their own, which win over the one on all
+    (SO_REUSEPORT lets them share the port). Were there only one, another uid's connection from the same port to another
+    loopback address would be taken for its owner's.
+    """
+    if host.strip("[]") not in ("0.0.0.0", "::"):
+        return [host]
+    return [host, "127.0.0.1", *(["::1"] if _has_ipv6() else ())]
+
+
 def loopback_addresses(host: str) -> dict[int, Address]:
     """The one loopback address per IP version that a server on `host` listens on; {} if it may be another one."""
     try:
@@ -176,6 +183,15 @@ def loopback_addresses(host: str) -> dict[int, Address]:
 def overflow_uid() -> int:
     """What the kernel shows for every uid outside this user namespace: it could be anybody's."""
     return int(Path("/proc/sys/kernel/overflowuid").read_text())
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
 
 
 def _endpoint(name: Any) -> Endpoint:

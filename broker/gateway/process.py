@@ -25,7 +25,7 @@ import msgspec
 from broker import logs
 from broker.gateway.access import Access
 from broker.gateway.options import GatewayOptions, LogOptions
-from broker.gateway.peers import Peers
+from broker.gateway.peers import Peers, grpc_listeners
 from broker.gateway.service import GatewayService
 from clientlib.async_client import AsyncClient
 from shm.errors import ConnectionLost, InferError
@@ -69,7 +69,8 @@ def load(options: GatewayOptions) -> list[Make]:
         if options.grpc_port:
             from broker.gateway.grpc_server import GrpcServer
 
-            make.append(lambda service, peers: GrpcServer(service, options, peers.grpc_caller))
+            for address in (listeners := grpc_listeners(options.grpc_address)):
+                make.append(_grpc(GrpcServer, options, address, alone=len(listeners) == 1))
         if options.http_port:
             from broker.gateway.http_server import HttpServer
 
@@ -91,6 +92,17 @@ def load(options: GatewayOptions) -> list[Make]:
             "or start without a gateway, for clientlib on this host alone: --gateways=0"
         ) from None
     return make
+
+
+def _grpc(server: Callable[..., FrontEnd], options: GatewayOptions, address: str, *, alone: bool) -> Make:
+    """One of --grpc-address's servers (`peers.grpc_listeners`); the first of them has the Unix socket, too."""
+    of_address = msgspec.structs.replace(
+        options,
+        grpc_address=address,
+        grpc_reuse_port=options.grpc_reuse_port or not alone,
+        directory=options.directory if address == options.grpc_address else "",
+    )
+    return lambda service, peers: server(service, of_address, peers.grpc_callers(address, options.grpc_port))
 
 
 def main(fd: int, counters: int) -> int:
@@ -153,7 +165,7 @@ class Gateway:
 
     async def _listen(self, service: GatewayService, makers: Sequence[Make]) -> list[str]:
         options = self._options
-        peers = Peers(options.broker_uid, grpc_address=options.grpc_address, grpc_port=options.grpc_port)
+        peers = Peers(options.broker_uid)
         lines: list[str] = []
         try:
             for make in makers:

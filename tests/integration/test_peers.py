@@ -9,7 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from ipaddress import ip_address
 from pathlib import Path
@@ -17,6 +17,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from broker.gateway.kserve import Caller
 from broker.gateway.peers import Peers
 from broker.gateway.sock_diag import SocketOwners
 from shm.message_values import Principal
@@ -181,11 +182,12 @@ def test_without_sock_diag_every_tcp_peer_is_remote(monkeypatch: pytest.MonkeyPa
 
 
 def test_grpc_says_its_peers_in_the_form_that_is_read(tmp_path: Path) -> None:
-    asked: list[Peers] = []
+    asked = Peers(UID)
+    callers: list[Callable[[str, Mapping[str, str]], Caller]] = []
     principals: list[Principal | None] = []
 
     def handle(request: bytes, context: grpc.ServicerContext) -> bytes:
-        principals.append(asked[0].grpc_caller(context.peer(), dict(context.invocation_metadata())).principal)
+        principals.append(callers[0](context.peer(), dict(context.invocation_metadata())).principal)
         return b""
 
     with ThreadPoolExecutor(1) as pool:
@@ -195,7 +197,7 @@ def test_grpc_says_its_peers_in_the_form_that_is_read(tmp_path: Path) -> None:
         path = f"unix:{tmp_path}/g"
         port = server.add_insecure_port("127.0.0.1:0")
         server.add_insecure_port(path)
-        asked.append(Peers(UID, grpc_port=port))
+        callers.append(asked.grpc_callers("127.0.0.1", port))
         server.start()
         for target in (f"127.0.0.1:{port}", path):
             with grpc.insecure_channel(target) as channel:
@@ -203,5 +205,5 @@ def test_grpc_says_its_peers_in_the_form_that_is_read(tmp_path: Path) -> None:
                 call(b"", timeout=20)
                 call(b"", timeout=20, metadata=[("x-forwarded-for", "10.0.0.9")])
         server.stop(None).wait()
-    asked[0].close()
+    asked.close()
     assert principals == [SELF, None, SELF, None]

@@ -56,6 +56,10 @@ def http(kernel: Kernel, connection: Connection | None = LOOPBACK, **headers: st
     return Peers(UID, owner=kernel).http_caller(connection, CIMultiDict(headers))
 
 
+def on_loopback(asked: Peers) -> Callable[[str, Any], Caller]:
+    return asked.grpc_callers("127.0.0.1", 8001)
+
+
 # --- HTTP ---------------------------------------------------------------------------------------------------------
 
 
@@ -150,8 +154,8 @@ def callers(kernel: Kernel) -> dict[str, Callable[[str], Caller]]:
     return {
         "http": lambda name: asked.http_caller(LOOPBACK, CIMultiDict({name: "1.2.3.4"})),
         "http unix": lambda name: asked.http_caller(unix, CIMultiDict({name: ""})),
-        "grpc": lambda name: asked.grpc_caller("ipv4:127.0.0.1:40000", {name: "1.2.3.4"}),
-        "grpc unix": lambda name: asked.grpc_caller("unix:", {name: "1.2.3.4"}),
+        "grpc": lambda name: on_loopback(asked)("ipv4:127.0.0.1:40000", {name: "1.2.3.4"}),
+        "grpc unix": lambda name: on_loopback(asked)("unix:", {name: "1.2.3.4"}),
     }
 
 
@@ -177,31 +181,37 @@ def test_what_a_proxy_forwards_has_no_principal(front_end: str, name: str) -> No
 )
 def test_a_grpc_peer_is_asked_for_by_the_address_that_grpc_listens_on(peer: str, address: str, asked: Any) -> None:
     kernel = Kernel()
-    assert Peers(UID, grpc_address=address, owner=kernel).grpc_caller(peer, {}).principal
+    assert Peers(UID, owner=kernel).grpc_callers(address, 8001)(peer, {}).principal
     assert kernel.asked == [asked]
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "[::]", "no such host .", "10.0.0.1"])
-def test_where_grpc_listens_on_more_than_loopback_its_tcp_peers_are_nobodys(address: str) -> None:
+def test_tcp_peers_of_a_server_on_more_than_loopback_are_nobodys(address: str) -> None:
     # Another uid's connection from the same port to another loopback address would be taken for the owner's.
     kernel = Kernel()
-    asked = Peers(UID, grpc_address=address, owner=kernel)
-    caller = asked.grpc_caller("ipv4:127.0.0.1:40000", {})
-    assert caller.principal is None
-    assert "--grpc-address" in caller.refusal
+    caller = Peers(UID, owner=kernel).grpc_callers(address, 8001)
+    assert caller("ipv4:127.0.0.1:40000", {}).principal is None
+    assert "loopback" in caller("ipv4:127.0.0.1:40000", {}).refusal
     assert kernel.asked == []
-    assert asked.grpc_caller("unix:", {}).principal == SELF
+    assert caller("unix:", {}).principal == SELF
+
+
+def test_all_addresses_means_servers_of_their_own_on_loopback() -> None:
+    for host in ("0.0.0.0", "::", "[::]"):
+        assert peers.grpc_listeners(host)[:2] == [host, "127.0.0.1"]
+    assert peers.grpc_listeners("127.0.0.1") == ["127.0.0.1"]
+    assert peers.grpc_listeners("10.0.0.1") == ["10.0.0.1"]
 
 
 @pytest.mark.parametrize("peer", ["", "ipv4:127.0.0.1", "ipv4:127.0.0.1:x", "ipv4:x:1", "ipv6:::1", "vsock:1:2"])
 def test_a_grpc_peer_without_an_address_is_nobodys(peer: str) -> None:
     kernel = Kernel()
-    assert Peers(UID, owner=kernel).grpc_caller(peer, {}).principal is None
+    assert on_loopback(Peers(UID, owner=kernel))(peer, {}).principal is None
     assert kernel.asked == []
 
 
 def test_a_remote_grpc_peer_is_nobodys() -> None:
-    caller = Peers(UID, owner=Kernel()).grpc_caller("ipv4:10.1.2.3:40000", {})
+    caller = on_loopback(Peers(UID, owner=Kernel()))("ipv4:10.1.2.3:40000", {})
     assert "10.1.2.3" in caller.refusal
 
 
