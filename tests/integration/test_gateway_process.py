@@ -16,7 +16,7 @@ import pytest
 
 from tests.fakes import models
 from tests.fakes.broker import LIMIT_S, alive, command, eventually
-from tests.fakes.gateways import Gateway, free_ports
+from tests.fakes.gateways import Gateway
 from tests.fakes.processes import children, name_of
 from tests.faults import unruly
 from tests.faults.unruly_backend import ACTS
@@ -165,8 +165,9 @@ def test_sigterm_ends_everything_with_status_0(repository, tmp_path):
         assert not re.search(r"^E\d{4}", log, re.MULTILINE), log
 
 
-def pending(broker, model):
-    return next(row["pending"] for row in broker.status()["models"] if row["name"] == model)
+def pending(client, model):
+    rows = client.ask("GetStatus")["status"]["models"]
+    return next(row["pending"] for row in rows if row["name"] == model)
 
 
 def ask_unruly(broker, tag, seconds):
@@ -183,14 +184,15 @@ def test_sigterm_loses_no_request_that_was_accepted(tmp_path):
     with Gateway(repository, tmp_path / "run") as broker, ThreadPoolExecutor() as threads:
         broker.ready()
         assert ask_unruly(broker, 0, 0.0)[0] == 200
-        running = [threads.submit(ask_unruly, broker, tag, 0.5) for tag in range(1, 4)]
-        eventually(lambda: pending(broker, "unruly") >= 2, "they wait for each other")
+        client = broker.client()
+        running = [threads.submit(ask_unruly, broker, tag, 0.5) for tag in (1, 2)]
+        eventually(lambda: pending(client, "unruly"), "they wait for each other")
         broker.process.send_signal(signal.SIGTERM)
         refused = eventually(lambda: [each for each in [broker.get(READY)] if each[0] != 200])
         answers = [each.result() for each in running]
         assert broker.process.wait(LIMIT_S) == 0
-        assert [status for status, _ in answers] == [200] * 3
-        assert [answer["outputs"][0]["data"][0] for _, answer in answers] == [2, 3, 4]
+        assert [status for status, _ in answers] == [200, 200]
+        assert [answer["outputs"][0]["data"][0] for _, answer in answers] == [2, 3]
         assert refused == [(503, b'{"error":"Server exiting"}')]
         assert "model versions that have in-flight inferences" in broker.log()
 
@@ -304,7 +306,3 @@ def test_the_shim_is_called_as_tritonserver_is(repository, tmp_path):
     shown = subprocess.run([SHIM, *flags], env=environment, capture_output=True, text=True, timeout=30, check=True)
     assert shown.stdout.split() == ["serve", *flags]
     assert os.access(SHIM, os.X_OK)
-
-
-def test_free_ports_are_different():
-    assert len(set(free_ports(3))) == 3
