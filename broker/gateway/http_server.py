@@ -22,7 +22,6 @@ from broker.gateway.http_message import Reply, Request, text_reply
 from broker.gateway.http_routes import Routes
 from broker.gateway.kserve import Caller, Service
 from broker.gateway.options import GatewayOptions
-from broker.gateway.peers import Peers
 from shm.errors import Code, InferError
 
 Identify = Callable[[Any, Mapping[str, str]], Caller]  # the connection's socket (None: closed), headers in any case
@@ -33,21 +32,20 @@ SWEEP_S: Final = 0.25
 
 @final
 class HttpServer:
-    """One gateway's. `identify`: who sends a request; by default `Peers` of the options' broker_uid."""
+    """One gateway's. `identify`: who sends a request (`broker.gateway.peers`)."""
 
     def __init__(
         self,
         service: Service,
         options: GatewayOptions,
-        identify: Identify | None = None,
+        identify: Identify,
         *,
         patience: Patience | None = None,
         max_connections: int = 0,
     ) -> None:
         self._service = service
         self._options = options
-        self._peers = None if identify else Peers(options.broker_uid)
-        self._identify: Identify = identify or self._peers.http_caller  # type: ignore[union-attr]
+        self._identify = identify
         self._routes = Routes(service, options)
         self._listeners: list[asyncio.Server] = []
         self._connections: set[Connection] = set()
@@ -97,8 +95,6 @@ class HttpServer:
             await self._idle.wait()
         if self._sweeper is not None:
             self._sweeper.cancel()
-        if self._peers is not None:
-            self._peers.close()
 
     # --- for connections -------------------------------------------------------------------------------------------
 

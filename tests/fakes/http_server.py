@@ -15,6 +15,7 @@ from broker.gateway.http_limits import Patience
 from broker.gateway.http_server import HttpServer
 from broker.gateway.kserve import Caller
 from broker.gateway.options import GatewayOptions
+from broker.gateway.peers import Peers
 from tests.fakes.kserve import FakeService
 
 T = TypeVar("T")
@@ -125,8 +126,10 @@ def running(
             given = {"directory": directory, "broker_uid": 0, "http_port": free_port()} | options
             it = Running(GatewayOptions(**given), loop)
 
+            known = Peers(it.options.broker_uid) if peers else None
+
             async def start() -> None:
-                who = None if peers else identify
+                who = known.http_caller if known is not None else identify
                 it.server = HttpServer(it.service, it.options, who, patience=patience, max_connections=max_connections)
                 it.lines = await it.server.start()
 
@@ -135,6 +138,8 @@ def running(
                 yield it
             finally:
                 it.call(lambda: it.server.stop(0))
+                if known is not None:
+                    known.close()
                 assert it.call(lambda: len(asyncio.all_tasks())) == 1, "a request outlived the server"
     finally:
         loop.call_soon_threadsafe(loop.stop)
