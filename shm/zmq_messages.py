@@ -38,7 +38,14 @@ Parameters = Annotated[dict[Text, Value], msgspec.Meta(max_length=256)]
 
 
 class Request(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag=str.lower, gc=False
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag=str.lower,
+    gc=False,
 ):
     """What every message of a client has."""
 
@@ -155,7 +162,7 @@ class Regions(Request, frozen=True, kw_only=True):
 # --- inference ----------------------------------------------------------------------------------------------------
 
 
-class Input(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class Input(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):
     """Either `data`, or `byte_size` bytes at `offset` of `region`. `stride`: only in `prepare`."""
 
     name: Text
@@ -168,7 +175,7 @@ class Input(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     stride: Size = 0
 
 
-class Output(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):
     """Without `region` the result comes in the reply. `stride`: only in `prepare`."""
 
     name: Text

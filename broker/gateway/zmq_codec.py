@@ -88,7 +88,7 @@ def infer_request(message: Infer) -> InferRequest:
     return InferRequest(
         message.model,
         message.version,
-        "",
+        str(message.id),
         [_input(tensor, message.model) for tensor in message.inputs],
         None if message.outputs is None else [_output(output) for output in message.outputs],
         message.priority,
@@ -134,7 +134,7 @@ def run_request(prepared: Prepare, run: Run) -> InferRequest:
     return InferRequest(
         prepared.model,
         prepared.version,
-        "",
+        str(run.id),
         [
             InputTensor(x.name, x.datatype, x.shape, None, x.region, x.offset + k * x.stride, x.byte_size)
             for x in prepared.inputs

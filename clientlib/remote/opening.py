@@ -22,7 +22,7 @@ class _Wire(NamedTuple):
 
 _HTTP = _Wire("HTTP", "clientlib.remote.http_transport", "clientlib.remote.http_async", "http")
 _GRPC = _Wire("gRPC", "clientlib.remote.grpc_transport", "clientlib.remote.grpc_transport", "grpc")
-_ZEROMQ = _Wire("ZeroMQ", "clientlib.remote.zmq_transport", "clientlib.remote.zmq_transport", "zmq")
+_ZEROMQ = _Wire("ZeroMQ", "clientlib.remote.zmq_transport", "clientlib.remote.zmq_async", "zmq")
 _WIRES = {"http": _HTTP, "https": _HTTP, "grpc": _GRPC, "grpcs": _GRPC, "zmq+ipc": _ZEROMQ}
 
 
