@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,9 +28,15 @@ def die_with_parent() -> None:
 
 
 class Broker:
-    """`tensorbroker serve` on a repository of `models`, in a directory of its own. A context manager."""
+    """`tensorbroker serve` on a repository of `models`, in a directory of its own. A context manager.
 
-    def __init__(self, models: Iterable[Model]) -> None:
+    `gateway`: with one, on free ports (`ports`: "http", "grpc").
+    """
+
+    def __init__(self, models: Iterable[Model], *, gateway: bool = False) -> None:
+        self.ports = {name: free_port() for name in ("http", "grpc")} if gateway else {}
+        ports = [f"--{name}-port={port}" for name, port in self.ports.items()]
+        front = [*ports, "--allow-metrics=false"] if gateway else ["--gateways=0"]
         self._scratch = tempfile.TemporaryDirectory(prefix="tensorbroker-bench-")
         root = Path(self._scratch.name)
         repository = write_repository(root / "models", models)
@@ -40,7 +47,7 @@ class Broker:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "broker", "serve"),
-                    *("--model-repository", str(repository), "--directory", str(self.directory), "--gateways=0"),
+                    *("--model-repository", str(repository), "--directory", str(self.directory), *front),
                 ],
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -89,6 +96,13 @@ class Broker:
             for task in Path(f"/proc/{pid}/task").iterdir():
                 todo += map(int, (task / "children").read_text().split())
         return found
+
+
+def free_port() -> int:
+    """A TCP port that nobody uses at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
