@@ -270,7 +270,7 @@ class Lab:
         for model in status["models"]:
             assert model["state"] == "READY", f"S5: {model}"
         if not holders:
-            pids = sorted(session["pid"] for session in status["sessions"])
+            pids = sorted(visitors(status))
             assert pids == sorted((os.getpid(), self._canary.pid)), f"S5: sessions {status['sessions']}"
 
     # --- measuring -------------------------------------------------------------------------------------------------
@@ -307,7 +307,13 @@ class Lab:
         for _ in range(2):
             self.offend(warm_up)
         self.end_offenders()
-        eventually(lambda: len(self.status()["sessions"]) == 2, "the sessions of the warm-up ended")
+        eventually(lambda: len(visitors(self.status())) == 2, "the sessions of the warm-up ended")
+
+
+def visitors(status: dict[str, Any]) -> list[int]:
+    """Pids of the sessions that are not the broker's own gateways'."""
+    gateways = {row["pid"] for row in status["gateways"]}
+    return [session["pid"] for session in status["sessions"] if session["pid"] not in gateways]
 
 
 def warm_up() -> None:
