@@ -34,6 +34,9 @@ os.setgroups([]); os.setgid(int(sys.argv[1])); os.setuid(int(sys.argv[1]))
 address = sys.argv[2] if sys.argv[3] == "unix" else (sys.argv[2], int(sys.argv[3]))
 family = socket.AF_UNIX if sys.argv[3] == "unix" else socket.AF_INET6 if ":" in sys.argv[2] else socket.AF_INET
 with socket.socket(family) as connection:
+    if len(sys.argv) > 4:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        connection.bind(("127.0.0.1", int(sys.argv[4])))
     connection.connect(address)
     sys.stdin.read()
 """
@@ -129,6 +132,24 @@ def test_another_uid_over_tcp(peers: Peers) -> None:
         theirs = Peers(OTHER)
         stack.callback(theirs.close)
         assert theirs.http_caller(server, {}).principal == Principal(uid=OTHER, scope="kserve")
+
+
+@needs_root
+def test_two_peers_may_have_one_port(peers: Peers) -> None:
+    """On the same port as ours, to another loopback address: whoever asks by the peer's address alone is fooled."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(listening("0.0.0.0"))
+        port = listener.getsockname()[1]
+        ours = stack.enter_context(socket.socket())
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        ours.bind(("127.0.0.1", 0))
+        ours.connect(("127.0.0.1", port))
+        at_ours = stack.enter_context(listener.accept()[0])
+        stack.enter_context(stranger("127.0.0.2", str(port), str(ours.getsockname()[1])))
+        at_theirs = stack.enter_context(listener.accept()[0])
+        assert at_theirs.getpeername() == at_ours.getpeername()
+        assert peers.http_caller(at_ours, {}).principal == SELF
+        assert f"uid {OTHER}" in peers.http_caller(at_theirs, {}).refusal
 
 
 @needs_root
