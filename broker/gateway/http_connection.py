@@ -115,8 +115,8 @@ class Incoming:
 class Connection(BaseProtocol):
     """See the module. `deadline`: when to call `expire`."""
 
-    __slots__ = ("_current", "_discarding", "_handed", "_last", "_mark", "_owner", "_queue", "_reserved", "_state",
-                 "_task", "deadline")  # fmt: skip
+    __slots__ = ("_closing", "_current", "_discarding", "_handed", "_last", "_mark", "_owner", "_queue", "_reserved",
+                 "_state", "_task", "deadline")  # fmt: skip
 
     def __init__(self, owner: Owner, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
@@ -127,6 +127,7 @@ class Connection(BaseProtocol):
         self._state = "new"
         self._discarding = False
         self._last = False  # nothing can follow what is in the queue
+        self._closing = False  # nothing shall
         self._reserved = 0  # bytes
         self._handed = 0  # bytes given to the transport, of all replies
         self._mark = 0  # how far the peer was when the deadline was set
@@ -180,7 +181,8 @@ class Connection(BaseProtocol):
         except HttpProcessingError as error:
             self._malformed(error)
         else:
-            self._queue.extend(messages)
+            if not self._closing:
+                self._queue.extend(messages)
             self._last = upgraded  # to another protocol, which we do not speak: the request is answered as any other
         if self._last or len(self._queue) >= PIPELINE:
             self._pause_reading_for_buffer()
@@ -230,7 +232,7 @@ class Connection(BaseProtocol):
             if self._reserved:
                 self._owner.release(self._reserved)
                 self._reserved = 0
-        follows = bool(self._queue) or not self._last
+        follows = bool(self._queue) or not (self._last or self._closing)
         keep = follows and payload.is_eof() and not message.should_close
         await self._finish(reply, message.method, keep=keep, old=message.version.minor == 0)
 
@@ -369,9 +371,9 @@ class Connection(BaseProtocol):
 
     def finish(self) -> None:
         """No further request: close after the one that is being answered, if any."""
-        self._last = True
+        self._closing = True
         self._queue.clear()
-        if self._task is None and not self._discarding:
+        if self._task is None:
             self._shut()
 
     def _shut(self) -> None:

@@ -97,6 +97,21 @@ def test_stopping_lets_requests_end() -> None:
         assert not (Path(server.options.directory) / "http.sock").exists()
 
 
+def test_stopping_lets_bodies_arrive() -> None:
+    with running() as server, server.connect() as peer:
+        start = b"POST /v2/models/add1/infer HTTP/1.1\r\nHost: h\r\nInference-Header-Content-Length: 0\r\n"
+        peer.send(start + b"Content-Length: 16\r\n\r\n" + bytes(8))
+        eventually(
+            lambda: server.call(lambda: {each._state for each in server.server._connections}) == {"body"}, "body"
+        )
+        stop = asyncio.run_coroutine_threadsafe(server.server.stop(20), server._loop)
+        peer.send(bytes(8))
+        assert peer.reply()[0] == 200
+        assert peer.closed()
+        peer.sock.close()
+        stop.result(10)
+
+
 def test_stopping_ends_what_does_not_end() -> None:
     with running() as server:
         server.service.gate = server.call(asyncio.Event)
