@@ -96,10 +96,9 @@ def encode_infer(request: InferRequest) -> Any:
     if request.priority:
         parameters["priority"].uint64_param = request.priority
     if request.sequence_id:
-        if request.sequence_id < 2**63:
-            parameters["sequence_id"].int64_param = request.sequence_id
-        else:  # as text, because the wire's number is signed
-            parameters["sequence_id"].string_param = str(request.sequence_id)
+        if request.sequence_id >= 2**63:  # the wire's number is signed
+            raise InferError(Code.INVALID_ARG, f"over gRPC a sequence_id is at most {2**63 - 1}")
+        parameters["sequence_id"].int64_param = request.sequence_id
         parameters["sequence_start"].bool_param = request.sequence_start
         parameters["sequence_end"].bool_param = request.sequence_end
     return message
@@ -125,7 +124,7 @@ def error_of(address: Address, number: int, text: str, word: Word | None) -> Inf
     if number == _DEADLINE_EXCEEDED:
         return expired() if word is None else transport.late(address, word)
     if number == _UNAVAILABLE and text.startswith(_NEVER_SENT):
-        return transport.unreachable(address, text)
+        return transport.unreachable(address, text.rpartition("last error: ")[2])
     if number == _UNAVAILABLE and text.startswith(_LOST):
         return transport.lost(address, text)
     return InferError(_CODES.get(number, Code.UNKNOWN), transport.plain(text))

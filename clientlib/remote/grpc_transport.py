@@ -18,9 +18,15 @@ from tritonclient.grpc import service_pb2_grpc
 from clientlib.address import Address
 from clientlib.remote.grpc_codec import decode_infer, encode, encode_infer, error_of
 from clientlib.remote.transport import Ended, InferAnswer, InferRequest, Word, cancelled, lost
-from shm.errors import InferError
+from shm.errors import Code, InferError
 
-_OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
+# A server that was away for a while is tried again within a second, not after gRPC's two minutes.
+_OPTIONS = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
 _in_parent: list[object] = []  # in a forked child: channels that are never to be collected, their threads are not here
 
 
@@ -85,6 +91,8 @@ class GrpcTransport:
                 end = self._error(error, None)
             except InferError as error:
                 end = error
+            except Exception as error:  # whoever waits must hear of it
+                end = InferError(Code.INTERNAL, f"the server's answer cannot be read: {error!r}")
             ended(end)
 
         future.add_done_callback(done)

@@ -22,7 +22,6 @@ from clientlib.remote import http_codec
 from clientlib.remote.http_codec import HEADER_LENGTH, HttpCall
 from clientlib.remote.http_connections import CONNECT_S, reason_of
 from clientlib.remote.transport import InferAnswer, InferRequest, Word, late, lost, unreachable
-from shm.errors import Code, InferError
 
 CONNECTIONS = 128  # in use at once; further requests wait for one
 MAX_JOINED = 1 << 16  # bytes of a body that goes out in one piece
@@ -60,10 +59,7 @@ class AsyncHttpTransport:
             _, body = await self._exchange(call, deadline)
         except TimeoutError:
             raise late(self._address, word) from None
-        try:
-            return call.read(body)
-        except (ValueError, TypeError, KeyError) as error:
-            raise InferError(Code.INTERNAL, f"the server's answer cannot be read: {error!r}") from None
+        return call.read(body)
 
     async def infer(self, request: InferRequest, deadline: float) -> InferAnswer:
         """As `AsyncTransport.infer`."""
@@ -71,10 +67,7 @@ class AsyncHttpTransport:
             header, body = await self._exchange(http_codec.encode_infer(self._address, request), deadline)
         except TimeoutError:
             raise expired() from None
-        try:
-            return http_codec.decode_infer(header, body)
-        except (ValueError, TypeError, KeyError) as error:
-            raise InferError(Code.INTERNAL, f"the server's answer cannot be read: {error!r}") from None
+        return http_codec.decode_infer(header, body)
 
     async def close(self) -> None:
         """As `AsyncTransport.close`."""

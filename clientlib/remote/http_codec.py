@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -19,6 +19,7 @@ from clientlib.remote.transport import Buffer, InferAnswer, InferRequest, Output
 from shm.errors import Code, InferError
 from shm.message_values import IndexEntry, ModelMetadata, TensorMetadata
 
+T = TypeVar("T")
 HEADER_LENGTH = "Inference-Header-Content-Length"
 # 400 stands for several codes; most often it is this one.
 _CODES = {
@@ -107,11 +108,11 @@ def encode_infer(address: Address, request: InferRequest) -> HttpCall:
 def decode_head(header: bytes) -> list[tuple[OutputTensor, int]]:
     """The outputs that an answer's JSON describes, and the bytes that follow it for each."""
     outputs = []
-    for entry in _object(header).get("outputs") or ():
-        size = (entry.get("parameters") or {}).get("binary_data_size")
-        if type(size) is not int or size < 0:
-            raise InferError(Code.INTERNAL, f"the server's answer has no binary data for output {entry.get('name')!r}")
-        outputs.append((OutputTensor(str(entry["name"]), str(entry["datatype"]), tuple(entry["shape"]), None), size))
+    for entry in _convert(_object(header), _Answer).outputs:
+        size = entry.parameters.binary_data_size
+        if size < 0:
+            raise InferError(Code.INTERNAL, f"the server's answer has no binary data for output '{entry.name}'")
+        outputs.append((OutputTensor(entry.name, entry.datatype, entry.shape, None), size))
     return outputs
 
 
@@ -189,8 +190,30 @@ def _object(body: bytes) -> dict[str, Any]:
     return value
 
 
+def _convert(value: object, kind: type[T]) -> T:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise InferError(Code.INTERNAL, f"the server's answer cannot be read: {error}") from None
+
+
 def _index(body: bytes) -> list[IndexEntry]:
-    return msgspec.convert(_json(body), list[IndexEntry])
+    return _convert(_json(body), list[IndexEntry])
+
+
+class _OutputParameters(msgspec.Struct, frozen=True):
+    binary_data_size: int = -1
+
+
+class _Output(msgspec.Struct):
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    parameters: _OutputParameters = _OutputParameters()
+
+
+class _Answer(msgspec.Struct):
+    outputs: list[_Output] = []
 
 
 class _Metadata(msgspec.Struct):
@@ -202,7 +225,7 @@ class _Metadata(msgspec.Struct):
 
 
 def _metadata(body: bytes, version: str) -> ModelMetadata:
-    found = msgspec.convert(_object(body), _Metadata)
+    found = _convert(_object(body), _Metadata)
     return ModelMetadata(
         name=found.name,
         version=version or transport.latest(found.versions),
@@ -214,5 +237,4 @@ def _metadata(body: bytes, version: str) -> ModelMetadata:
 
 
 def _statistics(body: bytes) -> list[dict[str, Any]]:
-    stats: list[dict[str, Any]] = _object(body).get("model_stats", [])
-    return stats
+    return _convert(_object(body).get("model_stats", []), list[dict[str, Any]])

@@ -73,6 +73,8 @@ class HttpTransport:
                 end = self._infer(call, deadline, flight)
             except InferError as error:
                 end = error
+            except Exception as error:  # whoever waits must hear of it
+                end = InferError(Code.INTERNAL, f"the server's answer cannot be read: {error!r}")
             ended(end)
 
         self._workers.run(run)
@@ -127,8 +129,6 @@ class HttpTransport:
                 if isinstance(error, InferError | TimeoutError):
                     raise
                 raise lost(self._address, reason_of(error)) from None
-            except (ValueError, TypeError, KeyError) as error:
-                raise InferError(Code.INTERNAL, f"the server's answer cannot be read: {error!r}") from None
             finally:
                 flight.leave()
                 self._connections.drop(connection)
