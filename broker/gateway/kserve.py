@@ -24,7 +24,8 @@ Identity = tuple[Principal | None, str]  # who asks; None: may not use shared me
 
 @final
 class Caller:
-    """Who asks, for one request: front ends make one per request (per message of a stream), and keep none.
+    """Who asks, for one request: front ends make one per request (per message of a stream), and keep none; ZeroMQ's
+    makes one per session, since the peer of a socket in the run directory stays the same.
 
     `principal` None: may not use shared memory, for the reason in `refusal` (remote, forwarded, foreign), which is for
     the log and never for the wire. With `ask` it is found out when first looked at: only what names a region pays.

@@ -11,8 +11,10 @@ by then. What cannot be found out counts as remote.
 
 from __future__ import annotations
 
+import logging
 import re
 import socket
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from ipaddress import ip_address
@@ -25,9 +27,11 @@ from broker.gateway.sock_diag import Address, Endpoint, SocketOwners
 from shm.message_values import Principal
 from shm.sockets import peer_credentials
 
+COMPLAIN_S = 1.0
 KSERVE = "kserve"  # the scope of HTTP and gRPC
 FORWARDED = frozenset({"forwarded", "via", "x-real-ip", "x-client-ip", "x-cluster-client-ip", "true-client-ip"})
 FORWARDED_PREFIXES = ("x-forwarded-", "x-original-forwarded-", "x-envoy-external-", "cf-connecting-")
+_log = logging.getLogger(__name__)
 _GRPC_TCP = re.compile(r"ipv[46]:(?P<address>.+):(?P<port>\d{1,5})")
 _ZMQ_PEER = re.compile(r"localhost:(?P<uid>\d{1,10}):\d{1,10}:(?P<pid>\d{1,10})")
 
@@ -53,9 +57,17 @@ class Connection(Protocol):
 class Peers:
     """Makes callers for one gateway, on its event loop's thread."""
 
-    def __init__(self, broker_uid: int, *, owner: Callable[[Endpoint, Endpoint], int | None] | None = None) -> None:
+    def __init__(
+        self,
+        broker_uid: int,
+        *,
+        owner: Callable[[Endpoint, Endpoint], int | None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`owner` is asked for the uid of a socket, by default the kernel."""
         self._uid = broker_uid
+        self._clock = clock
+        self._complained = float("-inf")
         self._owners = SocketOwners()
         self._owner = owner or self._owners.uid
         self._overflow = overflow_uid()
@@ -66,7 +78,7 @@ class Peers:
 
     def http_caller(self, connection: Connection | None, headers: Mapping[str, str]) -> Caller:
         """Of one HTTP request. `connection` None: it is closed by now. `headers`: any case, aiohttp's mapping too."""
-        return Caller("http", headers=headers, ask=partial(self._http, connection, headers))
+        return Caller("http", headers=headers, ask=partial(self._ask, self._http, connection, headers))
 
     def grpc_callers(self, address: str, port: int) -> Callable[[str, Mapping[str, str]], Caller]:
         """What makes the caller of a call, or of one request of a stream, to a server on `address` alone.
@@ -78,13 +90,21 @@ class Peers:
         local = loopback_addresses(address)
 
         def caller(peer: str, metadata: Mapping[str, str]) -> Caller:
-            return Caller("grpc", headers=metadata, ask=partial(self._grpc, local, port, peer, metadata))
+            return Caller("grpc", headers=metadata, ask=partial(self._ask, self._grpc, local, port, peer, metadata))
 
         return caller
 
     def zmq_caller(self, peer_address: str, client: str, headers: Mapping[str, str] | None = None) -> Caller:
         """Of one message. `peer_address`: its frame's metadata; `client` names the client within its uid."""
-        return Caller("zmq", headers=headers or {}, ask=partial(self._zmq, peer_address, client))
+        return Caller("zmq", headers=headers or {}, ask=partial(self._ask, self._zmq, peer_address, client))
+
+    def _ask(self, rule: Callable[..., Identity], *arguments: object) -> Identity:
+        """Apply `rule`; the log says why somebody was refused, once a second at most."""
+        identity = rule(*arguments)
+        if identity[0] is None and (now := self._clock()) - self._complained >= COMPLAIN_S:
+            self._complained = now
+            _log.warning("a request may not use shared memory: %s", identity[1])
+        return identity
 
     # --- the rules, one per kind of connection ---------------------------------------------------------------------
 

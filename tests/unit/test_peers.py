@@ -133,6 +133,19 @@ def test_a_unix_sockets_peer_is_the_uid_that_connected() -> None:
     assert http(Kernel(), Connection("", "/run/http.sock", socket.AF_UNIX, uid=UID + 1)).principal is None
 
 
+def test_the_log_says_why_but_not_for_every_request(caplog: pytest.LogCaptureFixture) -> None:
+    now = [10.0]
+    asked = Peers(UID, owner=Kernel(UID + 1), clock=lambda: now[0])
+    for _ in range(3):
+        assert asked.http_caller(LOOPBACK, {}).principal is None
+    now[0] = 11.0
+    assert asked.http_caller(LOOPBACK, {"via": "x"}).principal is None
+    assert [record.getMessage() for record in caplog.records] == [
+        f"a request may not use shared memory: the peer is uid {UID + 1}, this broker serves uid {UID}",
+        "a request may not use shared memory: a proxy forwarded the request: it has a header 'via'",
+    ]
+
+
 # --- forwarded ----------------------------------------------------------------------------------------------------
 
 FORWARDERS = [
