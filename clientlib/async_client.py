@@ -88,6 +88,7 @@ class AsyncClient(StaysHere):
         self._automatic: Automatic[AsyncPlan] = Automatic()
         self._preparing: dict[object, asyncio.Lock] = {}
         self._connecting = asyncio.Lock()
+        self._opening = asyncio.Lock()
         self.lost = asyncio.Event()  # of adopted clients: the session has ended, and with it the client
 
     async def start(self, timeout: float) -> None:
@@ -256,7 +257,13 @@ class AsyncClient(StaysHere):
 
     async def bind(self, plan: AsyncPlan, deadline_ns: int) -> Bound[AsyncLane]:
         """What the loop needs to submit requests of `plan`."""
-        return await self._run_until(self._ends(deadline_ns, RECONNECT_S), lambda link: self.native.bind(link, plan))
+        ends = self._ends(deadline_ns, RECONNECT_S)
+        link, prepared = self.native.link, plan.prepared
+        if prepared is not None and prepared.link is link and link.lanes.mine(prepared.worker) is not None:
+            return await self._run_until(ends, lambda link: self.native.bind(link, plan))
+        # Hundreds of plans may be used for the first time at once: one opens the channel, for all.
+        async with turn(self._opening, ends - self._loop.time(), "opens a channel"):
+            return await self._run_until(ends, lambda link: self.native.bind(link, plan))
 
     async def grow(self, plan: AsyncPlan, needed: RoomNeeded, deadline_ns: int) -> None:
         """Give an output of `plan` more room."""

@@ -45,6 +45,7 @@ class AsyncPending(StaysHere):
         "_expired",
         "_flags",
         "_future",
+        "_left",
         "_priority",
         "_result",
         "_rows",
@@ -90,6 +91,7 @@ class AsyncPending(StaysHere):
         self.ident = 0
         self.entry: tuple[int, ...] | None = None
         self._expired = False
+        self._left = False  # by the one coroutine that knew of it
         self._result: InferResult | None = None
         self._future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._timer: asyncio.TimerHandle | None = None
@@ -133,6 +135,8 @@ class AsyncPending(StaysHere):
             self._result = layout.settled(entry, note, self.output_slot, self._rows, self.copied)
         self._bound.live.pop(self.output_slot, None)
         self.entry = entry
+        if self._left:
+            self.lease = None
         if self._timer is not None:
             self._timer.cancel()
         if not self._future.done():
@@ -167,10 +171,15 @@ class AsyncPending(StaysHere):
         """As `result`, for the one coroutine that knows of this request: cancelling it cancels the request."""
         try:
             await self._future
-        except asyncio.CancelledError:
-            self.cancel()
+            return self.take()
+        except BaseException as error:
+            # Who keeps the error keeps this object by its traceback; the place is for others as soon as it is free.
+            self._left = True
+            if isinstance(error, asyncio.CancelledError):
+                self.cancel()
+            if self.entry is not None:
+                self.lease = None
             raise
-        return self.take()
 
     def __await__(self) -> Generator[Any, None, InferResult]:
         return self.result().__await__()

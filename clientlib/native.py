@@ -343,7 +343,10 @@ class Native(Generic[L]):
         except BaseException:
             close_all(fds)
             raise
-        return link.lanes.add(worker, channel, link)
+        lane = link.lanes.add(worker, channel, link)
+        if lane.channel is not channel:  # others opened one at the same time
+            yield Call(messages.CloseChannel(channel=reply.channel))
+        return lane
 
     def released(self, prepared: Prepared[L]) -> None:
         """Nobody will use this preparation any more. Any thread, any time."""

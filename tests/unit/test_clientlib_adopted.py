@@ -146,3 +146,37 @@ def test_a_named_region_is_never_touched(small_broker):
             await client.prepare_recipe(double(y=region.tensor((1, 4), "FP32")))
 
     adopted(small_broker, test)
+
+
+def test_plans_that_are_used_first_at_the_same_time_share_one_channel(small_broker):
+    async def test(client):
+        plans = [await client.prepare_recipe(double()) for _ in range(100)]
+        value = np.zeros(16, np.uint8)
+        await asyncio.gather(*(plan.infer_arrays([value], 0, 0) for plan in plans))
+        assert small_broker.calls.count("OpenChannel") == 1
+
+    adopted(small_broker, test)
+
+
+def test_places_are_free_again_whoever_keeps_the_errors(small_broker):
+    async def test(client):
+        recipe = double()
+        recipe.budget = Budget(places=2, byte_size=0)
+        plan = await client.prepare_recipe(recipe)
+        value = np.zeros(16, np.uint8)
+        kept = []
+        for _ in range(3):
+            small_broker.hold = True
+            tasks = [asyncio.create_task(plan.infer_arrays([value], 0, 0)) for _ in range(2)]
+            while len(small_broker._held) < 2:  # noqa: ASYNC110 (the broker's thread makes it true)
+                await asyncio.sleep(0)
+            for task in tasks:
+                task.cancel()
+            kept += await asyncio.gather(*tasks, return_exceptions=True)
+            small_broker.release()
+            with pytest.raises(InferError) as expired:
+                await plan.infer_arrays([value], 1, 0)
+            kept.append(expired.value)
+            assert (await plan.infer_arrays([value], 0, 0)).shapes == {"y": (1, 4)}
+
+    adopted(small_broker, test)
