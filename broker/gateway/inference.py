@@ -20,10 +20,11 @@ from typing import Final, NamedTuple, final
 
 import numpy as np
 
+from broker.gateway import validation
 from broker.gateway.classification import classify
-from broker.gateway.kserve import Caller, InferRequest, InferResponse, InputTensor, OutputTensor, RequestedOutput
+from broker.gateway.kserve import Caller, InferRequest, InferResponse, OutputTensor
 from broker.gateway.plan_cache import Entry, PlanCache, check_room, prepare
-from broker.gateway.regions import Alias, RegionCache, check_range
+from broker.gateway.regions import Alias, OutsideRegion, RegionCache, check_range
 from broker.gateway.turns import give_back_all, take_all
 from clientlib.async_client import AsyncClient
 from clientlib.layout import PlanOutdated, RangeInUse
@@ -109,20 +110,33 @@ class Inference:
         aliases: dict[str, Alias] = {}
         for tensor in request.inputs:
             if tensor.region:
-                await self._open(tensor, caller, aliases)
+                alias = await self._open(tensor.region, caller, aliases)
+                try:
+                    check_range(tensor.region, alias.region.byte_size, tensor.offset, tensor.byte_size)
+                except OutsideRegion as outside:
+                    raise await self._better_word(outside, request, version) from None
         for output in request.outputs or ():
             if output.region:
-                await self._open(output, caller, aliases)
+                alias = await self._open(output.region, caller, aliases)
+                check_range(output.region, alias.region.byte_size, output.offset, output.byte_size)
         return _Resolved(version, model, aliases, _key(request, version, aliases))
 
-    async def _open(self, tensor: InputTensor | RequestedOutput, caller: Caller, aliases: dict[str, Alias]) -> None:
-        name = tensor.region
+    async def _open(self, name: str, caller: Caller, aliases: dict[str, Alias]) -> Alias:
         alias = aliases.get(name)
         if alias is None:
             principal = caller.principal
             alias = self._regions.find(principal, name) if principal is not None else None
             alias = aliases[name] = alias or await self._regions.open(caller, name)
-        check_range(name, alias.region.byte_size, tensor.offset, tensor.byte_size)
+        return alias
+
+    async def _better_word(self, outside: InferError, request: InferRequest, version: str) -> InferError:
+        """That a size is wrong says more than where its range ends: clients keep the offset of the tensor before."""
+        try:
+            validation.check(await self.metadata(request.model, version), request)
+        except InferError as error:
+            if error.message.startswith(validation.SIZE_MISMATCH):
+                return _told(error, request, ())
+        return outside
 
     def _latest_version(self, model: str) -> str:
         """The version that "" means, "" when that is not known. When a look is due it is taken beside."""

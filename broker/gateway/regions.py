@@ -252,6 +252,11 @@ def _let_go(alias: Alias) -> None:
         alias.writer = None
 
 
+@final
+class OutsideRegion(InferError):
+    """A range that begins in the window and ends outside it."""
+
+
 def unknown(name: str) -> InferError:
     """The error for a region that the caller has not."""
     return InferError(Code.NOT_FOUND, f"Unable to find shared memory region: '{name}'")
@@ -272,4 +277,4 @@ def check_range(name: str, region_byte_size: int, offset: int, byte_size: int) -
             f"({_WRAP - 1}) for region '{name}'",
         )
     if offset + byte_size > region_byte_size:
-        raise InferError(Code.INVALID_ARG, f"Invalid offset + byte size for shared memory region: '{name}'")
+        raise OutsideRegion(Code.INVALID_ARG, f"Invalid offset + byte size for shared memory region: '{name}'")

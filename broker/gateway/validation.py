@@ -7,15 +7,15 @@ Called by `broker.gateway.inference` when it meets a kind of request for the fir
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Sequence
 
-from broker.gateway.kserve import Buffer, InferRequest, InputTensor, RequestedOutput
+from broker.gateway.kserve import InferRequest, InputTensor, RequestedOutput
 from shm.datatypes import BYTES, DATATYPES, byte_size, element_size, shape_text
 from shm.errors import Code, InferError
 from shm.message_values import ModelMetadata, TensorMetadata
 
 MAX_ELEMENTS = 2**63 - 1
+SIZE_MISMATCH = "input byte size mismatch"
 _BATCH_NOTE = (
     " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each "
     "input shape. If you want to specify the full shape including the batch dim in your input dims config, try setting "
@@ -49,35 +49,6 @@ def given_byte_size(tensor: InputTensor, model: str) -> int:
     return memoryview(tensor.data).nbytes
 
 
-def raw_request(model: ModelMetadata, data: Buffer) -> InputTensor:
-    """The input of an HTTP request that is nothing but a tensor's bytes: name, datatype and shape are the model's.
-
-    A string comes without its length; the result's data has it. Raises InferError where nothing can be deduced.
-    """
-    if len(model.inputs) != 1:
-        raise _refuse(
-            f"Raw request must only have 1 input (found 1) to be deduced but got {len(model.inputs)} inputs in "
-            f"'{model.name}' model configuration"
-        )
-    (tensor,) = model.inputs
-    dims = tensor.shape[1:] if model.max_batch_size else tensor.shape
-    batch = (1,) if model.max_batch_size else ()
-    if tensor.datatype == BYTES:
-        if math.prod(dims) != 1 or len(dims) > 1:
-            raise _refuse(f"For BYTE datatype raw input '{tensor.name}', the model must have input shape [1]")
-        size = memoryview(data).nbytes
-        return InputTensor(tensor.name, BYTES, (*batch, *dims), data=b"".join((struct.pack("<I", size), data)))
-    if dims.count(-1) > 1:
-        raise _refuse(
-            f"The shape of the raw input '{tensor.name}' can not be deduced because there are more than one "
-            "variable-sized dimension"
-        )
-    each = element_size(tensor.datatype) * math.prod(dim for dim in dims if dim != -1)
-    rest = memoryview(data).nbytes // each if each else 0
-    shape = tuple(rest if dim == -1 else dim for dim in dims)
-    return InputTensor(tensor.name, tensor.datatype, (*batch, *shape), data=data)
-
-
 def _refuse(message: str) -> InferError:
     return InferError(Code.INVALID_ARG, message)
 
@@ -86,12 +57,14 @@ def _outputs(model: ModelMetadata, asked: Sequence[RequestedOutput] | None) -> l
     known = {tensor.name for tensor in model.outputs}
     if not asked:
         return [RequestedOutput(tensor.name) for tensor in model.outputs]
-    chosen: dict[str, RequestedOutput] = {}
+    chosen: set[str] = set()
     for output in asked:
+        if output.name in chosen:
+            raise _refuse(f"output '{output.name}' already exists in request")
         if output.name not in known:
             raise _refuse(f"unexpected inference output '{output.name}' for model '{model.name}'")
-        chosen.setdefault(output.name, output)
-    return list(chosen.values())
+        chosen.add(output.name)
+    return list(asked)
 
 
 def _check_inputs_named(model: ModelMetadata, given: Sequence[InputTensor]) -> None:
@@ -165,7 +138,7 @@ def _check_byte_size(model: ModelMetadata, tensor: InputTensor, where: str) -> N
             f"maximum allowed size ({MAX_ELEMENTS})"
         )
     if came != count * each:
-        raise _refuse(f"input byte size mismatch for {where}. Expected {count * each}, got {came}")
+        raise _refuse(f"{SIZE_MISMATCH} for {where}. Expected {count * each}, got {came}")
     byte_size(tensor.datatype, tensor.shape)  # also where a dimension of 0 hides others that no runtime can take
 
 

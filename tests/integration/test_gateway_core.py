@@ -13,7 +13,7 @@ from broker.gateway.kserve import InferRequest, InputTensor, RequestedOutput
 from broker.gateway.plan_cache import PlanCache
 from shm.errors import InferError
 from tests.fakes import models
-from tests.fakes.gateway_core import REMOTE, arrays, core, request
+from tests.fakes.gateway_core import REMOTE, arrays, request, served
 from tests.fakes.lender import Lending
 
 pytestmark = pytest.mark.timeout(180)
@@ -37,14 +37,6 @@ def lending(tmp_path_factory):
         repository, tmp_path_factory.mktemp("run"), "--model-control-mode=explicit", "--load-model=*"
     ) as broker:
         yield broker.ready()
-
-
-def served(lending, test, **options):
-    async def main():
-        async with core(lending, **options) as service:
-            await test(service)
-
-    asyncio.run(main())
 
 
 ROW = np.arange(4, dtype=np.float32).reshape(1, 4)

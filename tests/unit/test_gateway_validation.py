@@ -51,8 +51,8 @@ def test_a_request_that_fits_gives_its_outputs():
     assert [output.name for output in validation.check(many, request)] == ["p", "q", "r"]
     request.outputs = []
     assert [output.name for output in validation.check(many, request)] == ["p", "q", "r"]
-    request.outputs = [RequestedOutput("r"), RequestedOutput("p", classes=2), RequestedOutput("r")]
-    assert [output.name for output in validation.check(many, request)] == ["r", "p"], "in the caller's order, once each"
+    request.outputs = [RequestedOutput("r"), RequestedOutput("p", classes=2)]
+    assert [output.name for output in validation.check(many, request)] == ["r", "p"], "in the caller's order"
 
 
 @pytest.mark.parametrize(
@@ -173,6 +173,11 @@ def test_an_unknown_output_is_named_before_anything_else():
     assert refusal(ONE, outputs=wanted) == "unexpected inference output 'nothing' for model 'm'"
 
 
+def test_an_output_asked_for_twice_is_refused():
+    wanted = [RequestedOutput("y"), RequestedOutput("y", classes=1)]
+    assert refusal(ONE, outputs=wanted) == "output 'y' already exists in request"
+
+
 def test_dimensions_that_hide_behind_a_zero_are_refused():
     assert "more elements than any memory holds" in refusal(
         model(("x", "FP32", (-1, -1))), tensor("x", "FP32", (0, 2**50), 0)
@@ -193,48 +198,3 @@ def test_strings_have_the_size_they_have():
 def test_data_of_any_buffer_is_measured_in_bytes():
     words = memoryview(np.zeros(4, np.float32))
     assert validation.given_byte_size(InputTensor("x", "FP32", (4,), data=words), "m") == 16
-
-
-# --- requests that are nothing but bytes ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("metadata", "size", "shape"),
-    [
-        (model(("x", "FP32", (-1, 4))), 32, (2, 4)),
-        (model(("x", "FP32", (-1, 4)), batch=8), 16, (1, 4)),
-        (model(("x", "FP32", (-1, -1, 2)), batch=8), 24, (1, 3, 2)),
-        (model(("x", "INT64", (2, 2))), 7, (2, 2)),
-        (model(("x", "FP32", (-1, 0))), 32, (0, 0)),
-    ],
-)
-def test_a_raw_requests_shape_is_deduced(metadata, size, shape):
-    made = validation.raw_request(metadata, bytes(size))
-    assert (made.name, made.shape, len(made.data)) == ("x", shape, size)
-
-
-def test_a_raw_string_gets_its_length():
-    made = validation.raw_request(model(("s", "BYTES", (-1, 1)), batch=4), b"abc")
-    assert (made.shape, made.data) == ((1, 1), b"\x03\0\0\0abc")
-
-
-@pytest.mark.parametrize(
-    ("metadata", "expected"),
-    [
-        (
-            model(("a", "FP32", (4,)), ("b", "FP32", (4,)), ("c", "FP32", (4,))),
-            "Raw request must only have 1 input (found 1) to be deduced but got 3 inputs in 'm' model configuration",
-        ),
-        (
-            model(("x", "FP32", (-1, -1))),
-            "The shape of the raw input 'x' can not be deduced because there are more than one variable-sized "
-            "dimension",
-        ),
-        (model(("s", "BYTES", (2,))), "For BYTE datatype raw input 's', the model must have input shape [1]"),
-        (model(("s", "BYTES", (-1,))), "For BYTE datatype raw input 's', the model must have input shape [1]"),
-    ],
-)
-def test_what_a_raw_request_cannot_be(metadata, expected):
-    with pytest.raises(InferError) as caught:
-        validation.raw_request(metadata, b"1234")
-    assert caught.value.message == expected
