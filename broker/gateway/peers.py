@@ -17,13 +17,12 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Protocol, final
 from urllib.parse import unquote
 
 from broker.gateway.kserve import Caller, Identity
-from broker.gateway.sock_diag import Address, Endpoint, SocketOwners
+from broker.gateway.sock_diag import Address, Endpoint, SocketOwners, plain
 from shm.message_values import Principal
 from shm.sockets import peer_credentials
 
@@ -32,6 +31,7 @@ KSERVE = "kserve"  # the scope of HTTP and gRPC
 FORWARDED = frozenset({"forwarded", "via", "x-real-ip", "x-client-ip", "x-cluster-client-ip", "true-client-ip"})
 FORWARDED_PREFIXES = ("x-forwarded-", "x-original-forwarded-", "x-envoy-external-", "cf-connecting-")
 _log = logging.getLogger(__name__)
+_LOOPBACK6 = socket.inet_pton(socket.AF_INET6, "::1")
 _GRPC_TCP = re.compile(r"ipv[46]:(?P<address>.+):(?P<port>\d{1,5})")
 _ZMQ_PEER = re.compile(r"localhost:(?P<uid>\d{1,10}):\d{1,10}:(?P<pid>\d{1,10})")
 
@@ -127,14 +127,14 @@ class Peers:
             return self._of_uid(self._uid, KSERVE)
         found = _GRPC_TCP.fullmatch(peer)
         try:
-            remote = (_parse(unquote(found["address"]).strip("[]")), int(found["port"])) if found else None
-        except ValueError:
+            remote = _endpoint((unquote(found["address"]).strip("[]"), found["port"])) if found else None
+        except (OSError, ValueError):
             remote = None
         if remote is None:
             return None, "the peer's address is not known"
-        if not remote[0].is_loopback:
+        if not _is_loopback(remote[0]):
             return None, _not_loopback(remote[0])
-        local = listening.get(remote[0].version)
+        local = listening.get(len(remote[0]))
         if local is None:
             return None, "it did not connect to the loopback address that it has itself"
         return self._tcp(remote, (local, port))
@@ -146,7 +146,7 @@ class Peers:
         return self._of_uid(found[0], f"zmq:{client}")
 
     def _tcp(self, peer: Endpoint, local: Endpoint) -> Identity:
-        if not (peer[0].is_loopback and local[0].is_loopback):
+        if not (_is_loopback(peer[0]) and _is_loopback(local[0])):
             return None, _not_loopback(peer[0])
         uid = self._owner(peer, local)
         if uid is None:
@@ -189,15 +189,14 @@ def grpc_listeners(host: str) -> list[str]:
 
 
 def loopback_addresses(host: str) -> dict[int, Address]:
-    """The one loopback address per IP version that a server on `host` listens on; {} if it may be another one."""
+    """The one loopback address per length that a server on `host` listens on; {} if it may be another one."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
         addresses = {_parse(str(address[0])) for *_, address in found}
     except (OSError, ValueError, UnicodeError):
         return {}
-    by_version: dict[int, Address] = {address.version: address for address in addresses}
-    alone = len(by_version) == len(addresses) and all(address.is_loopback for address in addresses)
-    return by_version if alone else {}
+    by_length = {len(address): address for address in addresses}
+    return by_length if len(by_length) == len(addresses) and all(map(_is_loopback, addresses)) else {}
 
 
 def overflow_uid() -> int:
@@ -215,14 +214,24 @@ def _has_ipv6() -> bool:
 
 
 def _endpoint(name: Any) -> Endpoint:
-    return _parse(name[0]), int(name[1])
+    """Raises OSError, ValueError."""
+    port = int(name[1])
+    if not 0 <= port < 65536:
+        raise ValueError(f"no such port: {port}")
+    return _parse(name[0]), port
 
 
 def _parse(text: str) -> Address:
-    """Raises ValueError. IPv4 addresses mapped into IPv6 come out as IPv4: those of a socket that serves both."""
-    address = ip_address(text)
-    return getattr(address, "ipv4_mapped", None) or address
+    """Raises OSError, ValueError. A link's name behind an address of IPv6 counts for nothing: it is not loopback's."""
+    if ":" not in text:
+        return socket.inet_pton(socket.AF_INET, text)
+    return plain(socket.inet_pton(socket.AF_INET6, text.partition("%")[0]))
+
+
+def _is_loopback(address: Address) -> bool:
+    return address[0] == 127 if len(address) == 4 else address == _LOOPBACK6
 
 
 def _not_loopback(address: Address) -> str:
-    return f"the peer {address} did not come over the loopback interface"
+    text = socket.inet_ntop(socket.AF_INET if len(address) == 4 else socket.AF_INET6, address)
+    return f"the peer {text} did not come over the loopback interface"

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import socket
 import struct
-from ipaddress import IPv4Address, IPv6Address
 from typing import final
 
-Address = IPv4Address | IPv6Address
+Address = bytes  # as on the wire: 4 bytes, or 16; IPv4 addresses mapped into IPv6 are 4 (see `plain`)
 Endpoint = tuple[Address, int]
+
+MAPPED = bytes(10) + b"\xff\xff"  # ::ffff:0:0/96
 
 NETLINK_SOCK_DIAG = 4
 SOCK_DIAG_BY_FAMILY = 20  # message type
@@ -31,15 +32,10 @@ TCP_ESTABLISHED = 1
 STATES = 0xFFF  # all; the kernel looks at them in dumps only
 REPLY_BYTES = 4096
 
+_INET, _INET6 = int(socket.AF_INET), int(socket.AF_INET6)
 _HEADER = struct.Struct("=IHHII")  # length, type, flags, sequence number, port
-_REQUEST = struct.Struct("=BBBBI")
-_SOCKID = struct.Struct("!HH16s16s")
-_STATE = struct.Struct("=xB")
-_OWNER = struct.Struct("=12xII")  # after the sockid: uid, inode
-_SOCKID_BYTES = 48
-_SOCKID_AT = _HEADER.size + 4
-_OWNER_AT = _SOCKID_AT + _SOCKID_BYTES
-_REPLY = _OWNER_AT + _OWNER.size
+_REQUEST = struct.Struct("=IHHII BBBBI 2s2s16s16sI8s")
+_REPLY = struct.Struct("=IHHII BBxx 4s16s16s12x 12xII")
 
 
 @final
@@ -55,7 +51,6 @@ class SocketOwners:
 
         A uid that is not mapped in this user namespace comes as the overflow uid.
         """
-        peer, local = (_plain(peer[0]), peer[1]), (_plain(local[0]), local[1])
         self._sequence = (self._sequence + 1) & 0xFFFFFFFF
         try:
             if self._netlink is None:
@@ -78,32 +73,30 @@ class SocketOwners:
 
 def encode(peer: Endpoint, local: Endpoint, sequence: int) -> bytes:
     """The request for the socket whose own end is `peer`."""
-    family = socket.AF_INET if peer[0].version == 4 else socket.AF_INET6
-    sockid = _SOCKID.pack(peer[1], local[1], peer[0].packed, local[0].packed) + bytes(4) + NO_COOKIE
-    body = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, STATES) + sockid
-    return _HEADER.pack(_HEADER.size + len(body), SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST, sequence, 0) + body
+    return _REQUEST.pack(
+        *(_REQUEST.size, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST, sequence, 0),
+        *(_INET if len(peer[0]) == 4 else _INET6, socket.IPPROTO_TCP, 0, 0, STATES),
+        *(peer[1].to_bytes(2, "big"), local[1].to_bytes(2, "big"), peer[0], local[0], 0, NO_COOKIE),
+    )
 
 
 def decode(reply: bytes, peer: Endpoint, local: Endpoint) -> int | None:
     """The owner that `reply` names, None unless it is that of the established socket between these two."""
-    if len(reply) < _REPLY or _HEADER.unpack_from(reply)[1] != SOCK_DIAG_BY_FAMILY:
+    if len(reply) < _REPLY.size:
         return None
-    source_port, destination_port, source, destination = _SOCKID.unpack_from(reply, _SOCKID_AT)
-    (state,) = _STATE.unpack_from(reply, _HEADER.size)
-    (family,) = struct.unpack_from("=B", reply, _HEADER.size)
-    found = ((_address(family, source), source_port), (_address(family, destination), destination_port))
-    uid, inode = _OWNER.unpack_from(reply, _OWNER_AT)
-    return int(uid) if state == TCP_ESTABLISHED and inode and found == (peer, local) else None
-
-
-def _address(family: int, packed: bytes) -> Address:
+    _, kind, _, _, _, family, state, ports, source, destination, uid, inode = _REPLY.unpack_from(reply)
+    if kind != SOCK_DIAG_BY_FAMILY or state != TCP_ESTABLISHED or not inode:
+        return None
+    if family == _INET:
+        source, destination = source[:4], destination[:4]
     # An IPv6 socket may be the end of an IPv4 connection: it is shown with mapped addresses.
-    return IPv4Address(packed[:4]) if family == socket.AF_INET else _plain(IPv6Address(packed))
+    same = (plain(source), plain(destination)) == (peer[0], local[0])
+    return int(uid) if same and ports == peer[1].to_bytes(2, "big") + local[1].to_bytes(2, "big") else None
 
 
-def _plain(address: Address) -> Address:
-    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
-    return mapped or address
+def plain(address: bytes) -> Address:
+    """IPv4 for an IPv4 address that is mapped into IPv6."""
+    return address[12:] if len(address) == 16 and address.startswith(MAPPED) else address
 
 
 def _open() -> socket.socket:

@@ -184,7 +184,7 @@ def test_a_peer_that_has_gone_is_nobodys(peers: Peers, linger: bool) -> None:
 def test_whoever_listens_on_the_peers_port_is_not_the_peer() -> None:
     owners = SocketOwners()
     with listening("127.0.0.1") as listener:
-        loopback, port = ip_address("127.0.0.1"), listener.getsockname()[1]
+        loopback, port = socket.inet_aton("127.0.0.1"), listener.getsockname()[1]
         assert owners.uid((loopback, port), (loopback, 1)) is None
     owners.close()
 

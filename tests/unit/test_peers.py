@@ -37,6 +37,10 @@ class Connection:
         return (1).to_bytes(4, "little") + self.uid.to_bytes(4, "little") + bytes(4)
 
 
+def text(address: bytes) -> str:
+    return socket.inet_ntop(socket.AF_INET if len(address) == 4 else socket.AF_INET6, address)
+
+
 class Kernel:
     """Answers with `uid`, and remembers what it was asked."""
 
@@ -45,7 +49,7 @@ class Kernel:
         self.asked: list[tuple[str, int, str, int]] = []
 
     def __call__(self, peer: Endpoint, local: Endpoint) -> int | None:
-        self.asked.append((str(peer[0]), peer[1], str(local[0]), local[1]))
+        self.asked.append((text(peer[0]), peer[1], text(local[0]), local[1]))
         return self.uid
 
 
@@ -216,7 +220,19 @@ def test_all_addresses_means_servers_of_their_own_on_loopback() -> None:
     assert peers.grpc_listeners("10.0.0.1") == ["10.0.0.1"]
 
 
-@pytest.mark.parametrize("peer", ["", "ipv4:127.0.0.1", "ipv4:127.0.0.1:x", "ipv4:x:1", "ipv6:::1", "vsock:1:2"])
+@pytest.mark.parametrize(
+    "peer",
+    [
+        "",
+        "ipv4:127.0.0.1",
+        "ipv4:127.0.0.1:x",
+        "ipv4:127.0.0.1:65536",
+        "ipv4:127.1:1",
+        "ipv4:x:1",
+        "ipv6:::1",
+        "vsock:1:2",
+    ],
+)
 def test_a_grpc_peer_without_an_address_is_nobodys(peer: str) -> None:
     kernel = Kernel()
     assert on_loopback(Peers(UID, owner=kernel))(peer, {}).principal is None

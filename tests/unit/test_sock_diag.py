@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import socket
 import struct
-from ipaddress import ip_address
 
 import pytest
 
 from broker.gateway import sock_diag
 from broker.gateway.sock_diag import Endpoint
 
-PEER: Endpoint = (ip_address("127.0.0.1"), 40000)
-LOCAL: Endpoint = (ip_address("127.0.0.1"), 8000)
-PEER6: Endpoint = (ip_address("::1"), 40000)
-LOCAL6: Endpoint = (ip_address("::1"), 8000)
+
+def inet(text: str) -> bytes:
+    return socket.inet_pton(socket.AF_INET6 if ":" in text else socket.AF_INET, text)
+
+
+PEER: Endpoint = (inet("127.0.0.1"), 40000)
+LOCAL: Endpoint = (inet("127.0.0.1"), 8000)
+PEER6: Endpoint = (inet("::1"), 40000)
+LOCAL6: Endpoint = (inet("::1"), 8000)
 
 
 def reply(
@@ -29,7 +33,7 @@ def reply(
 ) -> bytes:
     """As linux/inet_diag.h lays it out."""
     body = struct.pack("=BBBB", family, state, 0, 0)
-    body += struct.pack("!HH16s16s", source[1], destination[1], source[0].packed, destination[0].packed)
+    body += struct.pack("!HH16s16s", source[1], destination[1], source[0], destination[0])
     body += struct.pack("=III", 0, 5, 6)  # interface, cookie
     body += struct.pack("=IIIII", 0, 0, 0, uid, inode)
     return struct.pack("=IHHII", 16 + len(body), kind, 0, 1, 0) + body
@@ -58,7 +62,7 @@ def test_the_owner_of_an_established_socket_is_the_answer() -> None:
 
 
 def test_an_ipv6_socket_may_be_the_end_of_an_ipv4_connection() -> None:
-    mapped = [(ip_address(f"::ffff:{address}"), port) for address, port in (PEER, LOCAL)]
+    mapped = [(inet(f"::ffff:{socket.inet_ntoa(address)}"), port) for address, port in (PEER, LOCAL)]
     assert sock_diag.decode(reply(*mapped, family=socket.AF_INET6), PEER, LOCAL) == 1000
 
 
@@ -73,8 +77,8 @@ def test_closing_and_listening_sockets_are_nobodys(state: int) -> None:
     [
         reply(inode=0),
         reply((PEER[0], 40001)),
-        reply((ip_address("127.0.0.2"), 40000)),
-        reply(PEER, (ip_address("127.0.0.2"), 8000)),
+        reply((inet("127.0.0.2"), 40000)),
+        reply(PEER, (inet("127.0.0.2"), 8000)),
         reply(kind=2),
         reply()[:-1],
         reply()[:20],
