@@ -22,7 +22,6 @@ from clientlib.async_client import AsyncClient
 from shm.errors import Code, InferError
 from shm.gateway_messages import (
     Config,
-    Exiting,
     GetConfig,
     GetIndex,
     GetMetrics,
@@ -34,7 +33,7 @@ from shm.gateway_messages import (
     Settings,
     TraceSettings,
 )
-from shm.message_values import IndexEntry, Message, ModelMetadata, RegionRecord
+from shm.message_values import IndexEntry, ModelMetadata, RegionRecord
 from shm.messages import GetStatistics, LoadModel, Statistics, UnloadModel
 
 LOAD_S = 3600.0  # how long a model may take to load
@@ -65,11 +64,6 @@ class GatewayService:
         self._access = access
         self.shared = RegionCache(client, allowed=options.allow_client_shm)
         self.inference = Inference(client, self.shared)
-
-    def notice(self, message: Message) -> None:
-        """What the broker says unasked; for `AsyncClient.adopt(on_notice=…)`."""
-        if isinstance(message, Exiting):
-            self.exiting = True
 
     def check(self, category: Category, caller: Caller) -> None:
         """The one access policy. Raises Restricted."""
