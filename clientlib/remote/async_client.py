@@ -30,8 +30,8 @@ from clientlib.region import AsyncRegion, MappedRegion, TensorRef
 from clientlib.remote import opening
 from clientlib.remote.async_plans import AsyncRemotePending, AsyncRemotePlan, Options
 from clientlib.remote.client import UNUSED
-from clientlib.remote.core import Procedure, Remote, deadline_of, patience_s
-from clientlib.remote.layout import Layout
+from clientlib.remote.core import INLINE, Procedure, Remote, deadline_of, patience_s
+from clientlib.remote.layout import Layout, move
 from clientlib.remote.plans import ended_result, request_of
 from clientlib.remote.transport import AsyncTransport, InferAnswer
 from clientlib.results import InferResult
@@ -212,7 +212,8 @@ class AsyncRemoteClient(StaysHere):
         values: Sequence[npt.NDArray[Any]] = (),
     ) -> InferResult:
         """Run a request and await it."""
-        if layout.shared and layout.regions:  # those stay in use when the deadline answers the caller
+        large = layout.shared and sum(value.nbytes for value in values) > INLINE
+        if large or (layout.shared and layout.regions):  # those stay in use when the deadline answers the caller
             pending = await self.start(None, layout, deadline_ns, input_slot, output_slot, options, values)
             return await pending.finish()
         await self._take_slot(deadline_ns)
@@ -246,17 +247,27 @@ class AsyncRemoteClient(StaysHere):
     ) -> AsyncRemotePending:
         """Start a request. Its inputs are read now: the task that sends them begins later."""
         await self._take_slot(deadline_ns)
+        scratch = None
         try:
+            scratch = await self._run(self.remote.borrow(values), patience_s(deadline_ns, CALL_S))
             request, at, copied = request_of(self.remote, layout, deadline_ns, input_slot, output_slot, options, values)
         except BaseException:
+            self.remote.give_back(scratch)
             self._free.release()
             raise
+        if scratch is not None:
+            move(request, scratch)
+
+        def freed() -> None:
+            self.remote.give_back(scratch)
+            self._free.release()
+
         for tensor in request.inputs:
             if tensor.data is not None:
                 tensor.data = bytes(tensor.data)
         task = self._loop.create_task(self._transport.infer(request, deadline_of(deadline_ns)))
         self._running.add(task)
-        return AsyncRemotePending((self, plan), self.remote, layout, at, copied, deadline_ns, task, self._free.release)
+        return AsyncRemotePending((self, plan), self.remote, layout, at, copied, deadline_ns, task, freed)
 
     async def _take_slot(self, deadline_ns: int) -> None:
         if not self._free.locked():

@@ -28,7 +28,7 @@ from clientlib.recipe import Budget, Outputs, Slots, recipe
 from clientlib.region import MappedRegion, Region, TensorRef
 from clientlib.remote import opening
 from clientlib.remote.core import Procedure, Remote, deadline_of, full, patience_s
-from clientlib.remote.layout import Layout, Position
+from clientlib.remote.layout import Layout, Position, move
 from clientlib.remote.plans import RemotePending, RemotePlan, ended_result, request_of
 from clientlib.remote.transport import InferAnswer, InferRequest, Transport
 from clientlib.results import InferResult
@@ -165,9 +165,17 @@ class RemoteClient(StaysHere):
         options = (0, whole(priority, "priority", 0, MAX_PRIORITY), 0, False, False)
         made = asked.recipe(UNUSED)
         layout = self._run(self.remote.once(made), patience_s(deadline_ns, CALL_S))
+        scratch = self._run(self.remote.borrow(asked.values), patience_s(deadline_ns, CALL_S))
         try:
-            request, at, copied = request_of(self.remote, layout, deadline_ns, 0, None, options, asked.values)
-            return self.run(layout, request, at, copied, deadline_ns)
+            try:
+                request, at, copied = request_of(self.remote, layout, deadline_ns, 0, None, options, asked.values)
+            except BaseException:
+                self.remote.give_back(scratch)
+                raise
+            if scratch is None:
+                return self.run(layout, request, at, copied, deadline_ns)
+            move(request, scratch)
+            return self.start(None, layout, request, at, copied, deadline_ns, scratch).result()
         except InferError as error:
             if error.code in ("NOT_FOUND", "INVALID_ARG"):
                 self.remote.forget(made.model, made.version)  # the model may have changed: ask again next time
@@ -215,15 +223,28 @@ class RemoteClient(StaysHere):
         return result
 
     def start(
-        self, plan: object, layout: Layout, request: InferRequest, at: Position, copied: int, deadline_ns: int
+        self,
+        plan: object,
+        layout: Layout,
+        request: InferRequest,
+        at: Position,
+        copied: int,
+        deadline_ns: int,
+        scratch: MappedRegion | None = None,
     ) -> RemotePending:
-        """Start a request whose ranges are claimed."""
+        """Start a request whose ranges are claimed. `scratch` is given back at its end."""
         try:
             self._take_slot(deadline_ns)
         except BaseException:
             layout.ranges.live.pop(at.output_slot, None)
+            self.remote.give_back(scratch)
             raise
-        pending = RemotePending((self, plan), layout, at, copied, deadline_ns, self._free.release)
+
+        def freed() -> None:
+            self.remote.give_back(scratch)
+            self._free.release()
+
+        pending = RemotePending((self, plan), layout, at, copied, deadline_ns, freed)
         try:
             pending.submitted(self._transport.submit(request, deadline_of(deadline_ns), pending.ended))
         except InferError as error:  # it did not start

@@ -7,6 +7,7 @@ transport that shares memory tells the server of them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -15,8 +16,12 @@ import weakref
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar, final
 
+import msgspec
+import numpy.typing as npt
+
 from clientlib import process
 from clientlib.address import Address
+from clientlib.arena import aligned
 from clientlib.arguments import LONGEST_TEXT, model_text, shown, text, version_text, whole
 from clientlib.callable_model import Known
 from clientlib.pending import expired
@@ -34,6 +39,8 @@ from shm.messages import ModelMetadata, RegionRecord
 from shm.regions import create_pool
 
 T = TypeVar("T")
+INLINE = 64 << 10  # bytes of arrays that go into a message where memory is shared
+SMALLEST, KEPT = 1 << 20, 4  # of the regions for what does not: bytes of each, and how many wait for the next request
 Procedure = Generator[Word, Any, T]
 MakeRegion = Callable[..., MappedRegion]
 log = logging.getLogger("clientlib")
@@ -52,6 +59,7 @@ class Remote:
         self._known: dict[tuple[str, str], ModelMetadata] = {}  # by name and version asked for, as last heard
         self._outdated: set[tuple[str, str]] = set()  # of these
         self._made: dict[str, weakref.finalize[..., MappedRegion]] = {}  # removes the name of an object made here
+        self._scratch: list[MappedRegion] = []  # of the client's own, not in use
         self._wire = wire
         self._make_region = make_region
 
@@ -92,6 +100,9 @@ class Remote:
         for region in self.regions.values():
             self._retire(region, "lost when the client was closed")
         self.regions.clear()
+        for remove in tuple(self._made.values()):
+            remove()
+        self._scratch.clear()
         return True
 
     # --- regions ---------------------------------------------------------------------------------------------------
@@ -101,15 +112,8 @@ class Remote:
         name, byte_size = self._free_name(name), whole(byte_size, "byte_size", 1)
         if not self.shares_memory:
             return self._enter(name, Opened(create_pool(byte_size), byte_size))
-        opened = memory.create_system(name, byte_size)
-        try:
-            yield transport.RegisterSystem(name, opened.key, byte_size)
-        except BaseException:
-            os.close(opened.fd)
-            memory.remove(opened.key, os.getpid())
-            raise
-        region = self._enter(name, opened)
-        self._made[name] = weakref.finalize(region, memory.remove, opened.key, os.getpid())
+        region = yield from self._make_shared(name, byte_size)
+        self.regions[name] = region  # the server has refused a second one of this name
         return region
 
     def register_system(self, name: str, key: str, byte_size: int, offset: int) -> Procedure[MappedRegion]:
@@ -160,6 +164,40 @@ class Remote:
         if self.regions.get(region.name) is not region:
             why = f": it was {region.retired}" if region.retired else ": it belongs to another client"
             raise InferError(Code.NOT_FOUND, f"Unable to find shared memory region: '{region.name}'{why}")
+
+    def borrow(self, values: Sequence[npt.NDArray[Any]]) -> Procedure[MappedRegion | None]:
+        """Where the server shares memory, a region of the client's own for arrays too large for a message."""
+        byte_size = sum(aligned(value.nbytes) for value in values)
+        if not self.shares_memory or byte_size <= INLINE:
+            return None
+        for region in sorted(self._scratch, key=lambda region: region.byte_size):
+            if region.byte_size >= byte_size:
+                with contextlib.suppress(ValueError):  # another thread was faster
+                    self._scratch.remove(region)
+                    return region
+        while len(self._scratch) >= KEPT:
+            region = self._scratch.pop(0)
+            yield transport.Unregister(region.name)
+            self._retire(region, "replaced by a larger one")
+        name = f"clientlib.{os.urandom(8).hex()}"
+        return (yield from self._make_shared(name, max(1 << (byte_size - 1).bit_length(), SMALLEST)))
+
+    def give_back(self, region: MappedRegion | None) -> None:
+        """The request for which it was borrowed has ended. Any thread."""
+        if region is not None and not self.closed:
+            self._scratch.append(region)
+
+    def _make_shared(self, name: str, byte_size: int) -> Procedure[MappedRegion]:
+        opened = memory.create_system(name, byte_size)
+        try:
+            yield transport.RegisterSystem(name, opened.key, byte_size)
+        except BaseException:
+            os.close(opened.fd)
+            memory.remove(opened.key, os.getpid())
+            raise
+        region = self._make_region(name, opened.fd, 0, byte_size, True, kind=opened.kind, key=opened.key)
+        self._made[name] = weakref.finalize(region, memory.remove, opened.key, os.getpid())
+        return region
 
     def _free_name(self, name: str) -> str:
         name = text(name, "name")
@@ -214,14 +252,9 @@ class Remote:
         metadata: ModelMetadata = yield transport.Metadata(name, version)
         config: dict[str, Any] = yield transport.Config(name, version)
         policy = config.get("model_transaction_policy") or {}
-        model = self._known[name, version] = ModelMetadata(
-            name=metadata.name,
-            version=metadata.version,
-            versions=metadata.versions,
-            platform=metadata.platform,
+        model = self._known[name, version] = msgspec.structs.replace(
+            metadata,
             max_batch_size=int(config.get("max_batch_size", 0)),
-            inputs=metadata.inputs,
-            outputs=metadata.outputs,
             decoupled=bool(policy.get("decoupled", False)),
         )
         self._outdated.discard((name, version))

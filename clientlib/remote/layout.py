@@ -12,6 +12,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
+from clientlib.arena import aligned
 from clientlib.overlap import Ranges, Span
 from clientlib.recipe import ArrayInput, Recipe
 from clientlib.region import MappedRegion, TensorRef
@@ -125,6 +126,12 @@ class Layout:
             arrays[tensor.name] = _own(tensor) if ref is None else _placed(tensor, ref, at.output_slot)
         return InferResult(arrays, (0, 0, 0, *answer.timing, copied))
 
+    def failure(self, error: InferError) -> InferError:
+        """A request's error, with the code that it has everywhere: on Triton's wires this one has another."""
+        if self._places and "should be at least" in error.message and error.code == Code.INTERNAL.name:
+            return InferError(Code.INVALID_ARG, error.message)
+        return error
+
     def _span(self, name: str, ref: TensorRef, positions: int, *, output: bool) -> Span:
         spec = TensorSpec(
             name=name,
@@ -154,6 +161,18 @@ class Layout:
                 start = ref.offset + position * _stride(ref)
                 wanted.append(WantedOutput(name, ref.region.name, start, ref.byte_size))
         return wanted
+
+
+def move(request: InferRequest, region: MappedRegion) -> int:
+    """Put the inputs that travel in the message into `region` instead. Returns how many bytes."""
+    end = moved = 0
+    for tensor in request.inputs:
+        if tensor.data is not None and (size := len(tensor.data)):
+            region.memory.bytes[end : end + size] = np.frombuffer(tensor.data, np.uint8)
+            tensor.data, tensor.region, tensor.offset, tensor.byte_size = None, region.name, end, size
+            end += aligned(size)
+            moved += size
+    return moved
 
 
 def _encoded(array: Array, datatype: str) -> memoryview:

@@ -92,7 +92,12 @@ def open_token(name: str, token: str) -> Opened:
     """The memory that a token names. Raises InferError NOT_FOUND when its owner has let it go."""
     if match := _SYSTEM.fullmatch(token):
         offset, byte_size = int(match[1]), int(match[2])
-        return open_key(name, match[3], byte_size, offset)
+        try:
+            return open_key(name, match[3], byte_size, offset)
+        except InferError as error:
+            if error.code != Code.INTERNAL.name:
+                raise
+            _not_shared(f"its owner has unregistered it ({error.message})")
     match = _LOCAL.fullmatch(token)
     if match is None:
         _not_shared("this is no token of a remote client's region")

@@ -66,7 +66,7 @@ def ended_result(layout: Layout, at: Position, copied: int, end: InferAnswer | I
     try:
         if isinstance(end, InferAnswer):
             return layout.result(end, at, copied)
-        return end
+        return layout.failure(end)
     except InferError as error:
         return error
     except Exception as error:  # by who waits for the result: the thread that brings the answer serves others too

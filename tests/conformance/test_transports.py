@@ -29,7 +29,7 @@ from tests.fakes.gateways import Gateway
 
 pytestmark = pytest.mark.timeout(180)
 
-TRANSPORTS = ("native", "grpc", "http")
+TRANSPORTS = ("native", "zmq", "grpc", "http")
 
 
 @pytest.fixture(scope="module")
