@@ -23,7 +23,8 @@ import msgspec
 from shm.message_values import IndexEntry, ModelMetadata, Positions, Size, Text
 
 PROTOCOL = 1
-MAX_MESSAGE = 1 << 20  # bytes, in either direction
+MAX_MESSAGE = 1 << 20  # bytes, to the gateway
+MAX_REPLY = 16 << 20
 MAX_TENSORS = 4096
 TOKEN = "^[0-9a-f]{32}$"
 

@@ -12,7 +12,7 @@ import msgspec
 from broker.gateway.kserve import InferRequest, InferResponse, InputTensor, RequestedOutput
 from shm.errors import Code, InferError, ProtocolError
 from shm.zmq_messages import (
-    MAX_MESSAGE,
+    MAX_REPLY,
     ClientMessage,
     Error,
     Infer,
@@ -64,13 +64,13 @@ def decode(data: bytes) -> ClientMessage:
 def encode(reply: Reply) -> bytes:
     """The frame of a reply; an error in its place when it does not fit a message."""
     data = _encoder.encode(reply)
-    if len(data) > MAX_MESSAGE:
+    if len(data) > MAX_REPLY:
         return _encoder.encode(
             failure(
                 reply.id,
                 InferError(
                     Code.INVALID_ARG,
-                    f"the reply takes {len(data)} bytes, more than the {MAX_MESSAGE} of a message: place large outputs "
+                    f"the reply takes {len(data)} bytes, more than the {MAX_REPLY} of a message: place large outputs "
                     "in a registered region",
                 ),
             )

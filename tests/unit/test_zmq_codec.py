@@ -177,7 +177,7 @@ def test_results_and_errors_on_the_wire() -> None:
 
 
 def test_a_reply_that_fits_no_message_is_an_error_that_says_so() -> None:
-    response = InferResponse("m", "1", "", [OutputTensor("y", "UINT8", (1 << 20,), bytes(1 << 20))])
+    response = InferResponse("m", "1", "", [OutputTensor("y", "UINT8", (16 << 20,), bytes(16 << 20))])
     reply = msgpack.unpackb(zmq_codec.encode(zmq_codec.result(9, response)))
     assert (reply["type"], reply["id"], reply["code"]) == ("error", 9, "INVALID_ARG")
-    assert "more than the 1048576 of a message" in reply["message"]
+    assert "more than the 16777216 of a message" in reply["message"]
