@@ -1,4 +1,4 @@
-"""The README's Python blocks run, in order, in one process of their own, against a model of the shape they name."""
+"""The README's way to call a model runs, block by block in one process, against a model of the shape it names."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 import onnx
+import pytest
 from onnx import TensorProto, helper
 
 from tests.fakes import models
-from tests.fakes.broker import Broker
+from tests.fakes.gateways import Gateway
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -36,17 +37,27 @@ def yolo() -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
-def test_the_readme_runs(tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+@pytest.mark.parametrize("transport", ["native", "zmq", "grpc", "http"])
+def test_the_readme_runs(tmp_path: Path, transport: str) -> None:
+    """With another URL the same code runs over another transport; only that nothing is copied is not so there."""
+    chapter = (ROOT / "README.md").read_text().partition("\n## Call a model\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"```python\n(.*?)```", chapter, re.DOTALL)
     assert len(blocks) >= 4
     script = "\n".join([*blocks, "assert float(ring[7].mean()) == 0.5 and float(result['output0'].max()) == 0.5"])
     repository = models.write_repository(tmp_path / "models", {"yolo": yolo()})
     run = tmp_path / "run"
     run.mkdir()
-    with Broker(repository, run) as broker:
+    with Gateway(repository, run) as broker:
         broker.ready()
+        if transport != "native":
+            place = str(run) if transport == "zmq" else f"127.0.0.1:{broker.ports[transport]}"
+            url = f"zmq+ipc://{place}" if transport == "zmq" else f"{transport}://{place}"
+            assert script.count("clientlib.connect()") == 2  # one of them in a comment
+            script = script.replace("clientlib.connect()", f"clientlib.connect({url!r})")
+            script = script.replace("clientlib.connect_async()", f"clientlib.connect_async({url!r})")
+            script = script.replace("assert result.copied_bytes == 0\n", "")
         done = subprocess.run(
-            [sys.executable, "-c", script],
+            [sys.executable, "-W", "error", "-c", script],
             env={**os.environ, "TENSORBROKER_DIR": str(run)},
             capture_output=True,
             text=True,

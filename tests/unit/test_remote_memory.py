@@ -83,6 +83,29 @@ class TestShared:
         sharing.answers = lambda request: answer(None, (1, 4))
         assert plan.infer(timeout=30)["y"].shape == (1, 4)
 
+    def test_large_arrays_go_through_regions_that_are_used_again(self, near, sharing):
+        sharing.answers = lambda request: answer(bytes(4), (1, 1))
+        for _ in range(3):
+            result = near.infer("double", {"x": np.ones((1, 100_000), np.float32)})
+            assert result.copied_bytes == 400_004
+        assert len(self.objects()) == 1
+        (tensor,) = sharing.requests[-1].inputs
+        assert (tensor.data, tensor.offset, tensor.byte_size) == (None, 0, 400_000)
+        assert near.regions() == []
+        for power in range(21, 27):
+            near.infer("double", {"x": np.ones((1, 1 << power - 2), np.float32)})
+        assert len(self.objects()) <= 5
+        near.infer("double", {"x": np.ones((1, 4), np.float32)})
+        assert sharing.requests[-1].inputs[0].region == ""
+        near.close()
+        assert self.objects() == []
+
+    def test_a_region_that_cannot_be_made_for_them(self, near, sharing):
+        sharing.refuses[transport.RegisterSystem] = InferError(Code.UNAVAILABLE, "quota")
+        with pytest.raises(InferError, match="quota"):
+            near.infer("double", {"x": np.ones((1, 100_000), np.float32)})
+        assert self.objects() == []
+
     def test_a_token_is_registered_again(self, near, sharing):
         region = near.create_region("r", 4096)
         other = near.open_region(near.share(region), "again")
