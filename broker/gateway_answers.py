@@ -120,9 +120,10 @@ async def serving(parts: Parts, peer: Peer, request: Serving) -> Answer:
 
 
 async def get_config(parts: Parts, peer: Peer, request: GetConfig) -> Answer:
-    """As the loader completed it."""
+    """As the loader completed it, with the label files as they were then."""
     config, _ = parts.models.config(request.model, request.version)
-    return Answer(Config(config=config.json))
+    labels = {tensor.name: tensor.labels for tensor in config.output if tensor.labels}
+    return Answer(Config(config=config.json, labels=labels))
 
 
 async def get_index(parts: Parts, peer: Peer, request: GetIndex) -> Answer:

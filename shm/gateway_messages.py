@@ -92,9 +92,10 @@ class Serving(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Config(Message, frozen=True, kw_only=True, tag=True):
-    """The completed model configuration in Triton's JSON form."""
+    """The completed model configuration in Triton's JSON form. `labels`: an output's label file, one name a line."""
 
     config: str
+    labels: dict[str, bytes] = {}
 
 
 class Index(Message, frozen=True, kw_only=True, tag=True):

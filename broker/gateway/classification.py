@@ -1,13 +1,13 @@
-"""Triton's classification extension: the highest values of an output, as "<value>:<index>" strings.
+"""Triton's classification extension: the highest values of an output, as "<value>:<index>[:<label>]" strings.
 
-Called by `broker.gateway.inference` for outputs that ask for classes. A label file that the model's configuration
-names is not known here, so that no label follows the index.
+Called by `broker.gateway.inference` for outputs that ask for classes.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,19 @@ _TYPES = frozenset(
 
 
 def classify(
-    data: npt.NDArray[np.uint8], datatype: str, shape: tuple[int, ...], classes: int, *, batched: bool
+    data: npt.NDArray[np.uint8],
+    datatype: str,
+    shape: tuple[int, ...],
+    classes: int,
+    *,
+    batched: bool,
+    labels: Sequence[bytes] = (),
 ) -> tuple[bytes, tuple[int, ...]]:
     """The `classes` highest values of every row of an output, highest first: BYTES in KServe's encoding, and shape.
 
     `batched`: the first dimension is the batch's, and each of its rows is ranked by itself; else all elements are one
     row. A row with fewer elements gives as many as it has. Of equal values the one with the lower index comes first.
+    `labels`: by index; one that is missing or empty leaves no colon behind.
     Raises InferError for datatypes without classes and for more than a million elements.
     """
     if datatype not in _TYPES:
@@ -46,6 +53,8 @@ def classify(
     for row in values:
         for index in _highest(row, kept).tolist():
             text = f"{_text(row[index])}:{index}".encode()
+            if index < len(labels) and labels[index]:
+                text += b":" + labels[index]
             parts += (struct.pack("<I", len(text)), text)
     return b"".join(parts), (rows, kept) if batched and shape else (kept,)
 

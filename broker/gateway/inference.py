@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import re
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Hashable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, final
 
 import numpy as np
@@ -31,6 +31,7 @@ from clientlib.layout import PlanOutdated, RangeInUse
 from clientlib.plans import MAX_PRIORITY, MAX_SEQUENCE_ID, deadline_ns_of, remaining_s
 from clientlib.results import InferResult
 from shm.errors import Code, InferError
+from shm.gateway_messages import Config, GetConfig
 from shm.message_values import ModelMetadata
 from shm.messages import GetModel, Models
 
@@ -60,15 +61,18 @@ class _Resolved(NamedTuple):
 
 @final
 class Inference:
-    """Runs requests. `copied_bytes`: what was copied here beside inputs, by reason."""
+    """Runs requests. `copied` is told of bytes that were copied, as `broker.gateway.service` has it."""
 
-    def __init__(self, client: AsyncClient, regions: RegionCache) -> None:
+    def __init__(self, client: AsyncClient, regions: RegionCache, copied: Callable[[str, int], None]) -> None:
         self._client = client
         self._regions = regions
         self.plans = PlanCache(client)
-        self.copied_bytes: Counter[str] = Counter()
+        self._copied = copied
         self._latest: dict[str, tuple[str, float]] = {}  # version and when it was heard, by model
         self._looking: dict[str, asyncio.Task[None]] = {}
+        self._labels: dict[
+            tuple[str, str], tuple[Mapping[str, Sequence[bytes]], float]
+        ] = {}  # and when they were heard
 
     async def infer(self, request: InferRequest, caller: Caller) -> InferResponse:
         """Run one request. Raises InferError with Triton's texts; all but those of lookups name the request's id."""
@@ -98,6 +102,7 @@ class Inference:
     def forget_latest(self, model: str) -> None:
         """It was loaded or unloaded here."""
         self._latest.pop(model, None)
+        self._labels = {key: known for key, known in self._labels.items() if key[0] != model}
 
     # --- what a request names --------------------------------------------------------------------------------------
 
@@ -165,23 +170,41 @@ class Inference:
 
     async def _run(self, request: InferRequest, resolved: _Resolved, deadline_ns: int) -> InferResponse:
         key = resolved.key
-        entry = self.plans.find(key) or await self._prepare(key, request, resolved, deadline_ns)
+        entry = await self._entry(key, request, resolved, deadline_ns)
         try:
             if not entry.targets:
                 self.plans.grow_if_crowded(entry)
-                return _response(entry, request, await _submit(entry, request, deadline_ns))
+                return _response(entry, request, await self._submit(entry, request, deadline_ns))
             if entry.direct:
-                result = await _run_direct(entry, request, deadline_ns)
+                result = await self._run_direct(entry, request, deadline_ns)
                 if result is not None:
                     return _response(entry, request, result)
                 key = ("copy", key)
-                entry = self.plans.find(key) or await self._prepare(key, request, resolved, deadline_ns, direct=False)
+                entry = await self._entry(key, request, resolved, deadline_ns, direct=False)
             self.plans.grow_if_crowded(entry)
             return await self._run_and_copy(entry, request, deadline_ns)
         except InferError as error:
             if _is_gone(error):
                 self.plans.drop(key, entry)
             raise
+
+    async def _entry(
+        self, key: Hashable, request: InferRequest, resolved: _Resolved, deadline_ns: int, *, direct: bool = True
+    ) -> Entry:
+        entry = self.plans.find(key) or await self._prepare(key, request, resolved, deadline_ns, direct=direct)
+        if any(output.classes > 0 for output in request.outputs or ()):
+            entry.labels = await self._labels_of(request.model, entry.version)
+        return entry
+
+    async def _labels_of(self, model: str, version: str) -> Mapping[str, Sequence[bytes]]:
+        """Class names by output. A reload by others is seen as late as that of the latest version."""
+        labels, heard = self._labels.get((model, version), ({}, -math.inf))
+        if time.monotonic() - heard > LATEST_S:
+            reply, _ = await self._client.call(GetConfig(model=model, version=version))
+            assert isinstance(reply, Config)
+            labels = {name: text.split(b"\n") for name, text in reply.labels.items()}
+            self._labels[model, version] = labels, time.monotonic()
+        return labels
 
     async def _prepare(
         self, key: Hashable, request: InferRequest, resolved: _Resolved, deadline_ns: int, *, direct: bool = True
@@ -199,7 +222,7 @@ class Inference:
         """Results in memory of the gateway's own; then, whole, in the regions."""
         # Before it runs: a region that is unregistered meanwhile still gets what was asked for before.
         writers = {name: await self._regions.writer(target.alias) for name, target in entry.targets.items()}
-        result = await _submit(entry, request, deadline_ns)
+        result = await self._submit(entry, request, deadline_ns)
         for name, target in entry.targets.items():
             check_room(name, target, result[name].nbytes)
         async with _until(deadline_ns):
@@ -207,37 +230,40 @@ class Inference:
         try:
             for name, target in entry.targets.items():
                 writers[name].write(target.alias, target.offset, result[name].data)
-                self.copied_bytes["shared_output"] += result[name].nbytes
+                self._copied("shared_output", result[name].nbytes)
         finally:
             give_back_all(entry.turns)
         return _response(entry, request, result)
 
+    # --- running ---------------------------------------------------------------------------------------------------
 
-# --- running --------------------------------------------------------------------------------------------------------
-
-
-async def _run_direct(entry: Entry, request: InferRequest, deadline_ns: int) -> InferResult | None:
-    """The model writes to the regions. None, and nothing has run, when another request is doing so."""
-    turns = entry.turns
-    for turn in turns:
-        if not turn.free:
+    async def _run_direct(self, entry: Entry, request: InferRequest, deadline_ns: int) -> InferResult | None:
+        """The model writes to the regions. None, and nothing has run, when another request is doing so."""
+        turns = entry.turns
+        for turn in turns:
+            if not turn.free:
+                return None
+        await take_all(turns)  # without waiting
+        try:
+            return await self._submit(entry, request, deadline_ns)
+        except RangeInUse:
             return None
-    await take_all(turns)  # without waiting
-    try:
-        return await _submit(entry, request, deadline_ns)
-    except RangeInUse:
-        return None
-    finally:
-        give_back_all(turns)
+        finally:
+            give_back_all(turns)
 
-
-async def _submit(entry: Entry, request: InferRequest, deadline_ns: int) -> InferResult:
-    values = [np.frombuffer(tensor.data, np.uint8) for tensor in request.inputs if tensor.data is not None]
-    priority = request.priority
-    if not 0 <= priority <= MAX_PRIORITY:
-        priority = 0  # more than any model has levels, which means its default
-    sequence = _sequence(request) if request.sequence_id else NO_SEQUENCE
-    return await entry.plan.infer_arrays(values, deadline_ns, priority, sequence)
+    async def _submit(self, entry: Entry, request: InferRequest, deadline_ns: int) -> InferResult:
+        values = [np.frombuffer(tensor.data, np.uint8) for tensor in request.inputs if tensor.data is not None]
+        priority = request.priority
+        if not 0 <= priority <= MAX_PRIORITY:
+            priority = 0  # more than any model has levels, which means its default
+        sequence = _sequence(request) if request.sequence_id else NO_SEQUENCE
+        inline = sum([value.nbytes for value in values])
+        if inline:
+            self._copied("inline_input", inline)  # whatever becomes of the request
+        result = await entry.plan.infer_arrays(values, deadline_ns, priority, sequence)
+        if result.copied_here > inline:
+            self._copied("kept_output", result.copied_here - inline)
+        return result
 
 
 def _sequence(request: InferRequest) -> tuple[int, bool, bool]:
@@ -287,7 +313,8 @@ def _response(entry: Entry, request: InferRequest, result: InferResult) -> Infer
         if name in entry.targets:
             outputs.append(OutputTensor(name, datatype, shape, None))
         elif name in classes:
-            data, shape = classify(result[name], datatype, shape, classes[name], batched=entry.batched)
+            labels = entry.labels.get(name, ())
+            data, shape = classify(result[name], datatype, shape, classes[name], batched=entry.batched, labels=labels)
             outputs.append(OutputTensor(name, "BYTES", shape, data))
         else:
             outputs.append(OutputTensor(name, datatype, shape, result[name].data))

@@ -48,9 +48,10 @@ class Entry:
 
     `outputs`: name and datatype in the order of the answer. `targets`: those outputs that go to regions. `direct`: the
     model writes these itself; else the result is made in the gateway's memory and copied. `small`: it has two places.
+    `labels`: the class names of outputs that have some, as the last request that asked for classes found them.
     """
 
-    __slots__ = ("batched", "byte_size", "direct", "outputs", "plan", "small", "targets", "turns", "version")
+    __slots__ = ("batched", "byte_size", "direct", "labels", "outputs", "plan", "small", "targets", "turns", "version")
 
     def __init__(
         self,
@@ -70,6 +71,7 @@ class Entry:
         self.batched = model.max_batch_size > 0
         self.direct = direct
         self.small = True
+        self.labels: Mapping[str, Sequence[bytes]] = {}
         # In one order for everybody, so that no two requests wait for each other.
         places = sorted({(t.alias.number, t.offset): t for t in targets.values()}.items(), key=lambda item: item[0])
         self.turns = tuple(target.alias.turn(target.offset) for _, target in places)

@@ -18,6 +18,7 @@ class TensorConfig(msgspec.Struct, frozen=True, kw_only=True):
     "?NAME:AXIS" where the file gives none (or one that no input carries): unknown until the model has run.
     `zero_copy`: the runtime may read a client's memory directly (inputs only; `zero_copy_reason` says why or why not).
     `file_rank` is the rank in the model file, batch dimension included (-1 unknown).
+    `labels` is what the label file had when the model was loaded: one class name a line (outputs only).
     """
 
     name: str
@@ -29,6 +30,7 @@ class TensorConfig(msgspec.Struct, frozen=True, kw_only=True):
     is_shape_tensor: bool = False
     allow_ragged_batch: bool = False
     label_filename: str = ""
+    labels: bytes = b""
     zero_copy: bool = False
     zero_copy_reason: str = ""
     file_rank: int = -1

@@ -11,6 +11,7 @@ import pytest
 
 from broker.gateway.kserve import InferRequest, InputTensor, RequestedOutput
 from broker.gateway.plan_cache import PlanCache
+from shm.datatypes import decode_bytes
 from shm.errors import InferError
 from tests.fakes import models
 from tests.fakes.gateway_core import REMOTE, arrays, request, served
@@ -33,6 +34,10 @@ def lending(tmp_path_factory):
         },
     )
     models.write_model(repository, "nonzero", models.nonzero(), config=models.NONZERO_CONFIG)
+    labelled = models.write_model(
+        repository, "labelled", models.add1(), config='output { name: "y" label_filename: "names" }'
+    )
+    (labelled / "names").write_text("cat\n\ndog\n")
     with Lending(
         repository, tmp_path_factory.mktemp("run"), "--model-control-mode=explicit", "--load-model=*"
     ) as broker:
@@ -121,6 +126,25 @@ def test_classes(lending):
         asked = request("half", {"x": x.astype(np.float16)}, [RequestedOutput("y", classes=1)])
         with pytest.raises(InferError, match="class result not available for output due to unsupported type 'FP16'"):
             await service.infer(asked, REMOTE)
+
+    served(lending, test)
+
+
+def test_classes_with_names(lending):
+    async def test(service):
+        x = np.array([[1, 9, 5, 7]], np.float32)
+        plain = request("labelled", {"x": x}, [RequestedOutput("y")])
+        assert arrays(await service.infer(plain, REMOTE))["y"].tolist() == [[2, 10, 6, 8]]
+        asked = request("labelled", {"x": x}, [RequestedOutput("y", classes=4)])
+        (output,) = (await service.infer(asked, REMOTE)).outputs
+        found = decode_bytes(output.data, 4, "y").tolist()
+        assert found == [b"10.000000:1", b"8.000000:3", b"6.000000:2:dog", b"2.000000:0:cat"]
+        # As they were when the model was loaded, after a reload as they are then.
+        (lending.repository / "labelled" / "names").write_text("bird\nfish\n")
+        assert (await service.infer(asked, REMOTE)).outputs[0].data == output.data
+        await service.load("labelled", {})
+        (output,) = (await service.infer(asked, REMOTE)).outputs
+        assert decode_bytes(output.data, 4, "y").tolist()[0] == b"10.000000:1:fish"
 
     served(lending, test)
 

@@ -36,6 +36,14 @@ def test_more_classes_than_elements_give_all():
     assert classes(np.zeros((0, 2)), 3, batched=True) == []
 
 
+def test_labels_follow_the_index_where_there_are_any():
+    data, shape = classify(
+        np.array([3, 1, 2, 0], np.uint8), "UINT8", (4,), 4, batched=False, labels=[b"cat", b"", b"dog"]
+    )
+    assert decode_bytes(data, 4, "classes").tolist() == [b"3:0:cat", b"2:2:dog", b"1:1", b"0:3"]
+    assert shape == (4,)
+
+
 def test_of_equal_values_the_first_wins():
     assert classes([7, 7, 7, 9], 3) == ["9.000000:3", "7.000000:0", "7.000000:1"]
 

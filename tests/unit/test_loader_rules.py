@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from broker.repository.loader.convert import MAX_LABELS
 from tests.fakes import models
 from tests.fakes.loading import config_of, reason_of, run
 
@@ -221,6 +222,13 @@ def test_label_files_stay_in_the_model_directory(tmp_path):
     models.write_model(tmp_path, "m", models.add1(), config='output { name: "y" label_filename: "labels.txt" }')
     (tmp_path / "m" / "labels.txt").write_text("cat\n")
     assert run(tmp_path).output[0].label_filename == "labels.txt"
+    assert run(tmp_path).output[0].labels == b"cat\n"
+
+
+def test_label_files_are_bounded(tmp_path):
+    models.write_model(tmp_path, "m", models.add1(), config='output { name: "y" label_filename: "labels.txt" }')
+    (tmp_path / "m" / "labels.txt").write_bytes(bytes(MAX_LABELS + 1))
+    assert "labels.txt: has 1048577 bytes, the limit is 1 MiB" in run(tmp_path).reason
 
 
 def test_instance_groups(tmp_path):

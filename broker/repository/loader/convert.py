@@ -1,11 +1,12 @@
 """From Triton's protobuf to the plain `ModelConfig` that travels to the broker and its workers, and to Triton's JSON.
 
-Called by `load` at the end. Decides nothing: everything was completed and validated before.
+Called by `load` at the end. Decides nothing: everything was completed and validated before. Reads label files.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,9 +16,12 @@ from tritonclient.grpc import model_config_pb2
 
 from broker.repository.config import DynamicBatching, InstanceGroup, ModelConfig, QueuePolicy, TensorConfig
 from broker.repository.loader.complete import is_scalar
+from broker.repository.loader.files import read_file
 from broker.repository.loader.onnx_file import FileTensor, Signature
 from broker.repository.loader.zero_copy import Verdict
 from broker.repository.scan import ModelDirectory
+
+MAX_LABELS = 1 << 20  # bytes; the 21,843 classes of all of ImageNet have half of it
 
 _INT64 = {
     FieldDescriptor.CPPTYPE_INT64,
@@ -37,8 +41,11 @@ def to_model_config(
     *,
     max_batch_size_completed: bool,
 ) -> ModelConfig:
-    """`signatures`: one per served version, newest first; empty when no file was read (then nothing is known)."""
-    inputs, outputs = _tensors(config, signatures, verdicts)
+    """`signatures`: one per served version, newest first; empty when no file was read (then nothing is known).
+
+    Raises ModelError for a label file that cannot be read.
+    """
+    inputs, outputs = _tensors(config, model, signatures, verdicts)
     return ModelConfig(
         name=config.name,
         platform=config.platform,
@@ -90,7 +97,10 @@ def _numbers(tree: dict[str, Any], descriptor: Any) -> None:
 
 
 def _tensors(
-    config: model_config_pb2.ModelConfig, signatures: Sequence[Signature], verdicts: Mapping[str, Verdict]
+    config: model_config_pb2.ModelConfig,
+    model: ModelDirectory,
+    signatures: Sequence[Signature],
+    verdicts: Mapping[str, Verdict],
 ) -> tuple[tuple[TensorConfig, ...], tuple[TensorConfig, ...]]:
     symbols = [_symbols(config, signature) for signature in signatures] or [_symbols(config, Signature((), ()))]
     # Versions that name their dimensions differently promise nothing together.
@@ -108,10 +118,20 @@ def _tensors(
         for text in config.input
     )
     outputs = tuple(
-        TensorConfig(**_common(config, text, files.get(text.name), agreed), label_filename=text.label_filename)
+        TensorConfig(
+            **_common(config, text, files.get(text.name), agreed),
+            label_filename=text.label_filename,
+            labels=_labels(text, model),
+        )
         for text in config.output
     )
     return inputs, outputs
+
+
+def _labels(text: Any, model: ModelDirectory) -> bytes:
+    if not text.label_filename:
+        return b""
+    return read_file(os.path.join(model.path, text.label_filename), model.repository, MAX_LABELS, "1 MiB")
 
 
 def _common(
