@@ -61,3 +61,12 @@ class Gateway(Broker):
         """What the status document says of gateways."""
         rows: list[dict[str, object]] = self.status()["gateways"]
         return rows
+
+
+def url_of(broker: Gateway, transport: str) -> str:
+    match transport:
+        case "native":
+            return f"ipc://{broker.directory}"
+        case "zmq":
+            return f"zmq+ipc://{broker.directory}"
+    return f"{transport}://127.0.0.1:{broker.ports[transport]}"
