@@ -43,6 +43,7 @@ class Client:
         "prepared",
         "requests",
         "routing",
+        "started",
         "stuck",
         "token",
     )
@@ -53,6 +54,7 @@ class Client:
         self.token = token
         self.pid = pid
         self.pidfd = -1
+        self.started = 0  # as `zmq_journal.started`
         self.patience_s = patience_s
         self.heard = now
         self.bad = 0
@@ -144,7 +146,7 @@ class Clients:
                 Code.ALREADY_EXISTS,
                 "the session of this token is another process's, and alive: say hello without a token",
             )
-        if previous is None and len(self.known) >= MAX_CLIENTS:
+        if previous is None and len(self._by_token) >= MAX_CLIENTS:
             raise InferError(Code.UNAVAILABLE, f"{MAX_CLIENTS} ZeroMQ clients are connected, no more are accepted")
         caller = identify(token)
         if caller.principal is None:
@@ -155,6 +157,15 @@ class Clients:
         self.known[routing] = self._by_token[token] = client
         self._strangers.pop(routing, None)
         return client, resumed, previous
+
+    def adopt(self, token: str, caller: Caller, pid: int, patience_s: float, now: float) -> Client:
+        """A session of the last gateway, which its client has yet to resume."""
+        client = self._by_token[token] = Client(b"", caller, token, pid, patience_s, now)
+        return client
+
+    def sessions(self) -> list[Client]:
+        """All, whether connected or not."""
+        return list(self._by_token.values())
 
     def remove(self, client: Client) -> bool:
         """The session is over, and cannot be resumed. False if it was over before."""
@@ -167,7 +178,7 @@ class Clients:
 
     def gone(self, now: float) -> list[tuple[Client, str]]:
         """Those that count as gone, and why."""
-        return [(client, why) for client in self.known.values() if (why := client.gone(now))]
+        return [(client, why) for client in self._by_token.values() if (why := client.gone(now))]
 
     def ignored(self, routing: bytes) -> bool:
         """Is nothing that this connection says looked at any more?"""

@@ -19,6 +19,7 @@ from broker.gateway.kserve import Caller, Service
 from broker.gateway.options import GatewayOptions
 from broker.gateway.zmq_clients import LIMITS, Client, Clients, watch
 from broker.gateway.zmq_codec import Refused, decode, encode, failure, inline_size
+from broker.gateway.zmq_journal import Journal, Session, started
 from broker.gateway.zmq_port import Port, Sent
 from broker.gateway.zmq_verbs import Verbs
 from shm import zmq_messages as words
@@ -48,6 +49,7 @@ class ZmqServer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._full: set[Client] = set()  # those with an outbox
         self._port: Port | None = None
+        self._journal = Journal(options.directory)
         self._tick: asyncio.TimerHandle | None = None
         self.refused = 0  # messages that were none
         self.dropped = 0  # clients that did not read
@@ -61,6 +63,7 @@ class ZmqServer:
         self._loop.add_reader(port.fd, self._readable)
         self._loop.add_reader(port.monitor_fd, port.count)
         port.count()
+        self._adopt()
         self._readable()
         self._look()
         return [f"Started ZMQService at ipc://{port.path}"]
@@ -81,7 +84,7 @@ class ZmqServer:
             self._tick.cancel()
         self._loop.remove_reader(port.fd)
         self._loop.remove_reader(port.monitor_fd)
-        for client in self._clients.known.values():
+        for client in self._clients.sessions():
             self._unwatch(client)  # its regions stay: the next gateway may be told its token
         port.close()
 
@@ -233,15 +236,35 @@ class ZmqServer:
             raise
         if previous is not None:
             self._let_go(previous)
-        if pidfd >= 0:
-            client.pidfd = pidfd
-            self._loop.add_reader(pidfd, self._end, client, "its process has ended")
+        self._watch(client, pidfd)
+        self._write()
         return client, resumed
+
+    def _adopt(self) -> None:
+        """Take over the sessions of the last gateway: their clients come back, or they end."""
+        for session in self._journal.read():
+            caller = self._identify(f"localhost:{self._options.broker_uid}:0:{session.pid}", session.token, {})
+            client = self._clients.adopt(session.token, caller, session.pid, session.patience_s, self._loop.time())
+            try:
+                if not session.alive():
+                    raise ProcessLookupError
+                self._watch(client, watch(session.pid, self._options.broker_uid))
+            except ProcessLookupError:
+                self._end(client, "its process has ended")
+
+    def _write(self) -> None:
+        self._journal.write(Session(c.token, c.pid, c.started, c.patience_s) for c in self._clients.sessions())
+
+    def _watch(self, client: Client, pidfd: int) -> None:
+        if pidfd >= 0:
+            client.pidfd, client.started = pidfd, started(client.pid)
+            self._loop.add_reader(pidfd, self._end, client, "its process has ended")
 
     def _end(self, client: Client, why: str) -> None:
         """The session is over. `why` "": it said so."""
         if not self._clients.remove(client):
             return
+        self._write()
         if why:
             log.info("ZeroMQ: a client (pid %d) is gone: %s", client.pid, why)
         self._let_go(client)

@@ -335,6 +335,38 @@ def test_a_session_outlives_its_gateway(tmp_path: Path) -> None:
             assert [region["name"] for region in client.ask("regions")["regions"]] == ["r"]
 
 
+def test_a_client_that_dies_while_there_is_no_gateway(tmp_path: Path) -> None:
+    service = FakeService()
+    with ZmqGateway(tmp_path, service) as gateway:
+        hold(gateway)
+        command = [sys.executable, "-c", VICTIM, str(tmp_path)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as victim:
+            assert victim.stdout is not None
+            victim.stdout.readline()
+            with HandZmqClient(tmp_path) as survivor:
+                token = survivor.hello()["token"]
+                gateway.stop()
+                assert stat.S_IMODE((tmp_path / "zmq.sessions").stat().st_mode) == 0o600
+                victim.kill()
+                victim.wait()
+                with ZmqGateway(tmp_path, service) as second:
+                    second.eventually(lambda: not service.held, "the dead client's regions are gone")
+                    assert [client.token for client in second.call(second.server._clients.sessions)] == [token]
+                    while survivor.ask("heartbeat").get("hello") is not True:
+                        pass
+                    assert survivor.hello(token=token)["resumed"] is True
+                    survivor.ask("goodbye")
+    assert not (tmp_path / "zmq.sessions").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'[{"token": "x"}]', b"\xff"])
+def test_a_list_of_sessions_that_cannot_be_read(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "zmq.sessions").write_bytes(content)
+    with ZmqGateway(tmp_path), HandZmqClient(tmp_path) as client:
+        client.hello()
+        client.ask("goodbye")
+
+
 def test_stopping_lets_requests_end_and_refuses_new_ones(tmp_path: Path) -> None:
     with ZmqGateway(tmp_path) as gateway, HandZmqClient(tmp_path) as client:
         client.hello()
