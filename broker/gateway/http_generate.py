@@ -12,11 +12,12 @@ from typing import Any, final
 from broker.gateway.http_codec import custom_parameter, forward_headers, is_finite
 from broker.gateway.http_errors import RAISE_LIMIT, invalid
 from broker.gateway.http_inference import forward_pattern
-from broker.gateway.http_json import MISSING, as_object, as_string, dumps, find, parse
+from broker.gateway.http_json import MISSING, as_object, as_string, dumps, find, parse, repeated
 from broker.gateway.http_message import EVENTS, Reply, Request
 from broker.gateway.http_tensors import read_flat, write_data
 from broker.gateway.kserve import InferRequest, InferResponse, InputTensor, Service
 from broker.gateway.options import GatewayOptions
+from shm.errors import InferError
 from shm.message_values import ModelMetadata, TensorMetadata
 
 _NESTED = "parameters"  # its members are taken as if they stood beside it
@@ -43,7 +44,11 @@ class Generate:
         metadata = await self._service.metadata(model, version)
         if request.headers.get("Content-Encoding") not in (None, "", "identity"):
             raise invalid("Unsupported content-encoding, only 'identity' is supported.")
-        wanted = decode_generate(metadata, version, parse(request.body), self._limit)
+        document = as_object(parse(request.body))
+        twice = repeated(request.body, (tensor.name for tensor in metadata.inputs))
+        if twice is not None:
+            raise _already(twice)
+        wanted = decode_generate(metadata, version, document, self._limit)
         if self._forward is not None:
             forward_headers(wanted, request.raw_headers, self._forward)
         return encode_generate(await self._service.infer(wanted, request.caller))
@@ -60,7 +65,11 @@ def decode_generate(metadata: ModelMetadata, version: str, document: Any, limit:
     if nested is not MISSING:
         if _NESTED in inputs:
             raise invalid(f"Keyword '{_NESTED}' for nested schema also given as input tensor name")
-        members |= as_object(nested, f"Expected JSON object for keyword: '{_NESTED}': ")
+        nested = as_object(nested, f"Expected JSON object for keyword: '{_NESTED}': ")
+        for name in nested:
+            if name in inputs and name in members:
+                raise _already(name)
+        members |= nested
     used = 0
     for name, value in members.items():
         tensor = inputs.get(name)
@@ -86,6 +95,10 @@ def encode_generate(response: InferResponse) -> bytes:
         fields[output.name] = values[0] if len(values) == 1 else values
         all_finite = all_finite and finite
     return dumps(dict(sorted(fields.items())), finite=all_finite)
+
+
+def _already(name: str) -> InferError:
+    return invalid(f"input '{name}' already exists in request")
 
 
 def _read(tensor: TensorMetadata, value: Any, used: int, limit: int) -> InputTensor:

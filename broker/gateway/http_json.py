@@ -2,7 +2,8 @@
 
 Everything an HTTP body says is read through these functions, so that each wrong type has one text. msgspec parses (four
 times as fast as the standard library); what it refuses goes to the standard library once more, which takes NaN and
-Infinity, as Triton's clients send them, and says where an error is. Of duplicate keys the last one counts.
+Infinity, as Triton's clients send them, and says where an error is. Of duplicate keys the last one counts; `repeated`
+finds them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterable
 from typing import Any, Final
 
 import msgspec
@@ -67,6 +69,30 @@ def parse(body: Buffer) -> Any:
         raise _syntax(_text_of(error), error.pos) from None
     except ValueError:  # digits without end
         raise _syntax("Number too big to be stored in double.", 0) from None
+
+
+def repeated(body: Buffer, names: Iterable[str]) -> str | None:
+    """The first of `names` that `body`, an object which `parse` took, has a second time; a name written with escapes
+    counts only beside one without."""
+    text = bytes(body)
+    wanted = {name for name in names if text.count(msgspec.json.encode(name)) > 1}
+    if not wanted:
+        return None
+    outermost: list[tuple[str, Any]] = []
+
+    def keep(pairs: list[tuple[str, Any]]) -> None:
+        outermost[:] = pairs  # an object ends after all those in it
+
+    try:
+        json.loads(text, object_pairs_hook=keep)
+    except RecursionError:
+        raise too_deep() from None
+    seen: set[str] = set()
+    for name, _ in outermost:
+        if name in wanted and name in seen:
+            return name
+        seen.add(name)
+    return None
 
 
 def dumps(value: Any, *, finite: bool = True) -> bytes:

@@ -86,3 +86,17 @@ def test_generate_takes_no_coding_and_no_input_named_parameters(asker: Asker, mo
         400,
         "Keyword 'parameters' for nested schema also given as input tensor name",
     )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"x": [1, 2, 3, 4], "temperature": 1, "x": [1, 2, 3, 4]}',
+        b'{"x": [1, 2, 3, 4], "x": "of another type"}',
+        b'{"x": [1, 2, 3, 4], "parameters": {"x": [1, 2, 3, 4]}}',
+    ],
+)
+@pytest.mark.parametrize("end", ["generate", "generate_stream"])
+def test_an_input_that_comes_twice_is_refused(asker: Asker, body: bytes, end: str) -> None:
+    expected = (400, "input 'x' already exists in request")
+    assert asker.refused("POST", f"/v2/models/add1/{end}", body) == expected

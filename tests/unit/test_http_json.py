@@ -7,7 +7,7 @@ import math
 import pytest
 
 from broker.gateway import http_json
-from broker.gateway.http_json import as_bool, as_string, as_uint, dumps, find, member, parse
+from broker.gateway.http_json import as_bool, as_string, as_uint, dumps, find, member, parse, repeated
 from shm.errors import InferError
 
 
@@ -110,6 +110,17 @@ def test_other_types_and_missing_members() -> None:
         member([], "x")
     assert find({"x": None}, "x") is None
     assert find({}, "x") is http_json.MISSING
+
+
+def test_duplicate_keys_are_found_where_they_count() -> None:
+    names = ["a", "b"]
+    assert repeated(b'{"a":1,"b":2}', names) is None
+    assert repeated(b'{"a":1,"b":2,"a":3}', names) == "a"
+    assert repeated(b'{"a":1,"b":2, "b" : 2,"a":3}', names) == "b", "the one that comes first for the second time"
+    assert repeated(b'{"a":1,"b":NaN,"b":{"a":1}}', names) == "b"
+    assert repeated(b'{"a":"a","b":{"a":1,"a":2}}', names) is None, "as text, and in another object"
+    assert repeated(b'{"c":1,"c":2}', names) is None
+    assert repeated(bytearray(b'{"\\u0061":1,"a":2,"a":3}'), names) == "a"
 
 
 def test_the_last_of_duplicate_keys_counts_with_either_parser() -> None:
