@@ -6,6 +6,7 @@ go back while the broker runs.
 
     models      model_stats, and: latency, failures by Triton's reason, load_s (how long the latest load took)
     transports  native, http, grpc, zmq → requests, and for gateways' ones: failed, ns, latency
+    copied_bytes  reason → what gateways copied (a model's own `copied_bytes` are its workers')
     regions     kind → count, byte_size               region_limit  bytes, --region-memory
     clients     session → requests under way          sessions      how many are open
     workers     key → restarts, lost_wakeups, requests, refused, recovered, in_flight
@@ -22,7 +23,7 @@ from broker.channels import Channels
 from broker.records import CLIENT
 from broker.registry import Registry
 from broker.statistics_blocks import StatisticsBlocks
-from shm.gateway_counters import GatewayCounters, totals
+from shm.gateway_counters import GatewayCounters, copied_bytes, totals
 from shm.statistics import IN_FLIGHT, LOST_WAKEUPS, RECOVERED, REFUSED, TAKEN
 
 MAX_CLIENTS = 1000  # shown one by one
@@ -91,6 +92,7 @@ class MetricsDocument:
         return {
             "models": [self._model(row) for row in self._models.statistics()],
             "transports": self._transports(),
+            "copied_bytes": copied_bytes(self._gateways.counters),
             "regions": self._regions(),
             "region_limit": self._registry.quota.limit,
             "clients": {str(session): count for session, count in islice(self._depths(), MAX_CLIENTS)},

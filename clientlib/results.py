@@ -64,6 +64,11 @@ class InferResult(Mapping[str, npt.NDArray[Any]]):
         """Tensor bytes that were copied between this call and the model, by either side."""
         return self._entry[7] + self._copied
 
+    @property
+    def copied_here(self) -> int:
+        """The part of `copied_bytes` that this process copied."""
+        return self._copied
+
     def __repr__(self) -> str:
         arrays = ", ".join(f"{name}: {array.dtype} {list(array.shape)}" for name, array in self._arrays.items())
         return f"<InferResult {arrays}; {self.copied_bytes} bytes copied>"

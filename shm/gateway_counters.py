@@ -1,4 +1,4 @@
-"""Requests by transport, counted by a gateway in memory that the broker made: it survives the gateway.
+"""Requests by transport and copied bytes, counted by a gateway in memory that the broker made: it survives the gateway.
 
 One memfd per gateway, kept by `broker.gateways` over the gateway's deaths and handed to each of its processes, the only
 writer. Counters sent in messages would lose what was counted since the last one, or count it twice after a crash.
@@ -16,7 +16,20 @@ from shm.statistics import LATENCIES, bucket
 TRANSPORTS = ("http", "grpc", "zmq")
 _REQUESTS, _FAILED, _NS, _LATENCY = 0, 1, 2, 3  # of a transport's words; failed ones are in all of them
 _WORDS = _LATENCY + LATENCIES
-assert len(TRANSPORTS) * _WORDS * 8 <= PAGE
+# Why a gateway copies tensors' bytes, beside what workers copy (`shm.statistics.REASONS`).
+COPIES = {
+    reason: len(TRANSPORTS) * _WORDS + at  # its word
+    for at, reason in enumerate(
+        (
+            "request",  # a body that came in pieces was put together
+            "inline_input",  # from a message to the memory that workers read
+            "shared_output",  # to a region, after the model had run
+            "kept_output",  # out of the memory that workers write, which the next request needs
+            "response",  # into a message
+        )
+    )
+}
+assert (len(TRANSPORTS) * _WORDS + len(COPIES)) * 8 <= PAGE
 
 
 @final
@@ -48,6 +61,10 @@ class GatewayCounters:
         words[at + _NS] += ns
         words[at + _LATENCY + bucket(ns)] += 1
 
+    def copied(self, reason: str, byte_size: int) -> None:
+        """Bytes of tensors were copied for one of `COPIES`. Of the gateway's one thread."""
+        self._words[COPIES[reason]] += byte_size
+
 
 def totals(counters: Iterable[GatewayCounters]) -> dict[str, dict[str, Any]]:
     """By transport: `requests`, `failed`, `ns`, `latency` (requests by duration, see shm.statistics.BOUNDS_NS)."""
@@ -65,3 +82,9 @@ def totals(counters: Iterable[GatewayCounters]) -> dict[str, dict[str, Any]]:
         }
         for at, name in enumerate(TRANSPORTS)
     }
+
+
+def copied_bytes(counters: Iterable[GatewayCounters]) -> dict[str, int]:
+    """By reason."""
+    pages = [page._words for page in counters]
+    return {reason: sum(words[at] for words in pages) for reason, at in COPIES.items()}

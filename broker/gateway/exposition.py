@@ -235,13 +235,17 @@ def _ours(document: Document) -> Iterator[Metric]:
         "tensorbroker_retried_requests", "Requests run again after their worker had died", labels=MODEL
     )
     copied = CounterMetricFamily(
-        "tensorbroker_copied_bytes", "Bytes of tensors that a worker had to copy, and why", labels=(*MODEL, "reason")
+        "tensorbroker_copied_bytes",
+        "Bytes of tensors that were copied, and why: by workers for a model, or by gateways (no model)",
+        labels=(*MODEL, "reason"),
     )
     for row in models:
         depth.add_metric(_labels(row), row["pending"])
         retried.add_metric(_labels(row), row["retried"])
         for reason, count in row["copied_bytes"].items():
             copied.add_metric((*_labels(row), reason), count)
+    for reason, count in document["copied_bytes"].items():
+        copied.add_metric(("", "", reason), count)  # to Prometheus the same as no label
     yield from (depth, retried, copied)
     yield _labelled(
         GaugeMetricFamily,

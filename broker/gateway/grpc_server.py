@@ -207,7 +207,11 @@ class GrpcServer:
             request = decode_request(raw, understood)
             if self._options.grpc_header_forward_pattern:
                 self._forward_metadata(request, metadata)
-            return encode_response(await self._service.infer(request, caller), final)
+            response = await self._service.infer(request, caller)
+            encoded = encode_response(response, final)
+            # One of a stream is copied once more, into the message around it.
+            self._service.copied("response", response.byte_size * (1 if final is None else 2))
+            return encoded
         finally:
             self.budget.give(len(raw))
 

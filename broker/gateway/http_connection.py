@@ -34,6 +34,7 @@ from broker.gateway.http_limits import (
     MAX_FIELD,
     MAX_HEADERS,
     MAX_LINE,
+    ONE_WRITE,
     PIPELINE,
     READ_SIZE,
     SEND_SIZE,
@@ -43,7 +44,6 @@ from broker.gateway.http_message import Reply, error_reply, head
 from broker.gateway.kserve import Buffer
 from shm.errors import InferError
 
-_ONE_WRITE: Final = 64 << 10  # smaller replies are joined: one system call, one segment
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _log = logging.getLogger(__name__)
 
@@ -306,7 +306,7 @@ class Connection(BaseProtocol):
         start = head(reply, length, connection)
         if method == "HEAD":
             self._write(start)
-        elif length <= _ONE_WRITE:
+        elif length <= ONE_WRITE:
             self._write(b"".join((start, *reply.parts)))
         else:
             self._write(start)

@@ -11,6 +11,7 @@ from typing import final
 from broker.gateway.http_codec import HEADER_LENGTH, decode, decode_raw, encode, forward_headers, header_length
 from broker.gateway.http_compression import coding_of, compress, decompress, preferred
 from broker.gateway.http_errors import invalid
+from broker.gateway.http_limits import ONE_WRITE
 from broker.gateway.http_message import JSON, OCTETS, Reply, Request, error_reply
 from broker.gateway.kserve import Buffer, InferRequest, Service
 from broker.gateway.options import GatewayOptions
@@ -54,15 +55,21 @@ class Inference:
         if accepted is not None and (coding := preferred(accepted)) != "identity":
             reply.parts = (await compress(reply.parts, coding),)
             reply.headers = (*reply.headers, ("Content-Encoding", coding))
+        elif blobs and (size := sum(map(len, reply.parts))) <= ONE_WRITE:
+            self._service.copied("response", size - len(text))  # the connection joins it
         return reply
 
     async def _read(self, request: Request, body: Buffer, model: str, version: str) -> tuple[InferRequest, bool]:
         length = header_length(request.headers.get(HEADER_LENGTH), len(body))
         if length or HEADER_LENGTH not in request.headers:
             wanted, binary = decode(model, version, body, length, self._limit)
+            tensors = len(body) - length if length else 0
         else:
             wanted, binary = decode_raw(await self._service.metadata(model, version), body), True
             wanted.version = version
+            tensors = len(body)
+        if tensors and isinstance(body, bytearray):  # put together from pieces, or decompressed in pieces
+            self._service.copied("request", tensors)
         if self._forward is not None:
             forward_headers(wanted, request.raw_headers, self._forward)
         return wanted, binary

@@ -8,6 +8,7 @@ from typing import Final, final
 
 READ_SIZE: Final = 256 << 10  # bytes of a body that wait to be taken before the socket is left alone
 SEND_SIZE: Final = 256 << 10  # bytes of a reply that wait for the socket, and what is handed over at once
+ONE_WRITE: Final = 64 << 10  # bytes of a reply that is joined: one system call, one segment
 PIPELINE: Final = 16  # requests that wait for the one before
 MAX_LINE: Final = 16 << 10  # bytes of a request line
 MAX_FIELD: Final = 16 << 10  # bytes of a header

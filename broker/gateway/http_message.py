@@ -19,7 +19,9 @@ EVENTS: Final = "text/event-stream; charset=utf-8"
 @final
 @dataclass(slots=True)
 class Request:
-    """`headers`: looked up in any case. `raw_headers`: as they came. `body`: as it came, not decoded."""
+    """`headers`: looked up in any case. `raw_headers`: as they came. `body`: as it came, not decoded;
+    a bytearray where it was put together from pieces.
+    """
 
     headers: Mapping[str, str]
     raw_headers: tuple[tuple[bytes, bytes], ...]

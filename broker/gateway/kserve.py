@@ -134,6 +134,11 @@ class InferResponse:
     outputs: list[OutputTensor]
     parameters: dict[str, Parameter] = field(default_factory=dict)
 
+    @property
+    def byte_size(self) -> int:
+        """Of the outputs that lie in no region."""
+        return sum(memoryview(output.data).nbytes for output in self.outputs if output.data is not None)
+
 
 class Service(Protocol):
     """What a front end can ask for. Implemented by `broker.gateway.service`; every method raises InferError."""
@@ -178,6 +183,9 @@ class Service(Protocol):
 
     async def infer(self, request: InferRequest, caller: Caller) -> InferResponse:
         """Run one request. Cancelled with the task that awaits it."""
+
+    def copied(self, reason: str, byte_size: int) -> None:
+        """The front end copied bytes of tensors, for one of `shm.gateway_counters.COPIES`."""
 
     async def register_system(self, caller: Caller, name: str, key: str, byte_size: int, offset: int) -> None:
         """For the caller's principal."""

@@ -161,6 +161,7 @@ class Gateway:
         access = Access(self._options.http_restricted, self._options.grpc_restricted)
         service = GatewayService(client, self._options, access)
         service.on_ended = self._counters.count
+        service.on_copied = self._counters.copied
         return service
 
     async def _listen(self, service: GatewayService, makers: Sequence[Make]) -> list[str]:

@@ -57,13 +57,14 @@ class GatewayService:
         self.extensions = EXTENSIONS
         self.exiting = False
         self.on_ended: Callable[[str, int, bool], None] | None = None  # told transport, ns and "failed" of each request
+        self.on_copied: Callable[[str, int], None] | None = None  # told why, and bytes
         self._running = 0  # requests
         self._idle = asyncio.Event()
         self._idle.set()
         self._client = client
         self._access = access
         self.shared = RegionCache(client, allowed=options.allow_client_shm)
-        self.inference = Inference(client, self.shared)
+        self.inference = Inference(client, self.shared, self.copied)
 
     def check(self, category: Category, caller: Caller) -> None:
         """The one access policy. Raises Restricted."""
@@ -183,6 +184,11 @@ class GatewayService:
                 self._idle.set()
             if self.on_ended is not None:
                 self.on_ended(caller.transport, time.monotonic_ns() - began, failed)
+
+    def copied(self, reason: str, byte_size: int) -> None:
+        """Bytes of tensors were copied in this process, for one of `shm.gateway_counters.COPIES`."""
+        if self.on_copied is not None:
+            self.on_copied(reason, byte_size)
 
     async def idle(self) -> None:
         """Return when no request runs."""

@@ -62,7 +62,9 @@ class Verbs:
         return await self._run_one(client, message.id, run_request(prepared, message))
 
     async def _run_one(self, client: Client, request: int, inference: InferRequest) -> words.Reply:
-        return result(request, await self._service.infer(inference, client.caller))
+        response = await self._service.infer(inference, client.caller)
+        self._service.copied("response", response.byte_size)  # by msgpack
+        return result(request, response)
 
     async def _prepare(self, client: Client, message: words.Prepare) -> words.Reply:
         check_prepare(message)

@@ -6,6 +6,7 @@ For unit tests of the front ends: what a codec decoded is in `asked`, what the s
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,6 +39,7 @@ class FakeService:
         self.fails: InferError | None = None
         self.gate: asyncio.Event | None = None
         self.cancelled = 0
+        self.copies: Counter[str] = Counter()
         self.held: dict[str, RegionRecord] = {}
         self.loads: list[tuple[str, dict[str, Any]]] = []
         self.log: dict[str, Any] = {
@@ -121,6 +123,9 @@ class FakeService:
         if tensor.data is not None:
             data = (np.frombuffer(tensor.data, np.float32) + 1).tobytes()
         return InferResponse("add1", "1", request.id, [OutputTensor("y", "FP32", tensor.shape, data)])
+
+    def copied(self, reason: str, byte_size: int) -> None:
+        self.copies[reason] += byte_size
 
     async def register_system(self, caller: Caller, name: str, key: str, byte_size: int, offset: int) -> None:
         if name in self.held:

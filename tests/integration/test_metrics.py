@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +20,14 @@ import tritonclient.http as triton_http
 from prometheus_client.parser import text_string_to_metric_families
 
 import clientlib
+from shm.gateway_counters import COPIES
 from tests.fakes.broker import command, eventually
 from tests.fakes.gateways import Gateway, free_ports
 from tests.fakes.zmq_gateway import HandZmqClient
 
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
 MODEL = "{model=add1,version=1}"
+COPIED = "tensorbroker_copied_bytes_total{{model=,reason={},version=}}"
 
 
 class Served(Gateway):
@@ -98,6 +104,41 @@ def test_requests_count_once_by_the_way_they_came(served: Served) -> None:
     assert now[f"nv_inference_first_response_histogram_ms_count{MODEL}"] == 6
     assert now[f"nv_inference_request_summary_us_count{MODEL}"] == 6
     assert not any(name.startswith("nv_inference_request_failure") for name in now)
+
+
+def test_every_copied_byte_is_counted(served: Served) -> None:
+    def copies(ask: Callable[[], None]) -> dict[str, float]:
+        before = served.metrics()
+        ask()
+        now = grew(before, served.metrics())
+        return {reason: now[name] for reason in COPIES if (name := COPIED.format(reason)) in now}
+
+    def in_pieces() -> None:
+        names = {"name": "x", "datatype": "FP32", "shape": X.shape, "parameters": {"binary_data_size": X.nbytes}}
+        head = json.dumps({"inputs": [names]}).encode()
+        headers = {"Inference-Header-Content-Length": str(len(head))}
+        connection = http.client.HTTPConnection("127.0.0.1", served.ports["http"], timeout=30)
+        body = iter((head, X.tobytes()))
+        connection.request("POST", "/v2/models/add1/infer", body, headers, encode_chunked=True)
+        response = connection.getresponse()
+        assert (response.status, json.loads(response.read())["outputs"][0]["data"][0]) == (200, 1)
+        connection.close()
+
+    def stream() -> None:
+        answers: Queue[Any] = Queue()
+        with triton_grpc.InferenceServerClient(f"127.0.0.1:{served.ports['grpc']}") as client:
+            client.start_stream(lambda result, error: answers.put(error or result))
+            tensor = triton_grpc.InferInput("x", X.shape, "FP32")
+            tensor.set_data_from_numpy(X)
+            client.async_stream_infer("add1", [tensor])
+            assert np.array_equal(answers.get(timeout=30).as_numpy("y"), X + 1)
+
+    once = {"inline_input": X.nbytes, "response": X.nbytes}
+    for ask in (served.http, served.grpc, served.zmq):
+        assert copies(ask) == once
+    assert copies(stream) == {**once, "response": 2 * X.nbytes}
+    assert copies(in_pieces) == {"request": X.nbytes, "inline_input": X.nbytes}, "JSON out is no copy"
+    assert copies(served.native) == {}
 
 
 def test_zeromq_counts_too(served: Served) -> None:

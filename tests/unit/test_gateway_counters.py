@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shm.gateway_counters import TRANSPORTS, GatewayCounters, totals
+from shm.gateway_counters import COPIES, TRANSPORTS, GatewayCounters, copied_bytes, totals
 from shm.statistics import BOUNDS_NS, LATENCIES, bucket
 
 
@@ -43,5 +43,20 @@ def test_gateways_are_added_up(counters: GatewayCounters) -> None:
     other.close()
 
 
+def test_copies_have_words_of_their_own(counters: GatewayCounters) -> None:
+    other = GatewayCounters.create()
+    for at, reason in enumerate(COPIES, 1):
+        counters.copied(reason, at)
+        counters.copied(reason, 1 << 40)
+        other.copied(reason, 7)
+    assert copied_bytes([counters, other]) == {reason: (1 << 40) + at + 7 for at, reason in enumerate(COPIES, 1)}
+    assert not any(count for row in totals([counters]).values() for count in (row["requests"], *row["latency"]))
+    for name in TRANSPORTS:
+        counters.count(name, BOUNDS_NS[-1] + 1, True)
+    assert copied_bytes([counters])["request"] == (1 << 40) + 1, "nor do requests touch them"
+    other.close()
+
+
 def test_without_gateways_there_are_zeros() -> None:
+    assert copied_bytes([]) == dict.fromkeys(COPIES, 0)
     assert {name: row["requests"] for name, row in totals([]).items()} == {"http": 0, "grpc": 0, "zmq": 0}

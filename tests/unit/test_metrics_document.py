@@ -17,7 +17,7 @@ from broker.quota import Quota
 from broker.records import GATEWAY, ChannelRecord, Peer
 from broker.statistics_blocks import StatisticsBlocks
 from shm import statistics as words
-from shm.gateway_counters import GatewayCounters
+from shm.gateway_counters import COPIES, GatewayCounters
 from shm.layout import DONE, LEDGER_CTAIL, MARK, RESPONDED, STARTED, TAKEN
 from shm.statistics import StatisticsPage
 
@@ -134,6 +134,7 @@ def test_workers_and_gateways(parts: Parts) -> None:
     page[words.LOST_WAKEUPS], page[words.TAKEN], page[words.REFUSED] = 1, 2, 3
     page[words.RECOVERED], page[words.IN_FLIGHT] = 4, 5
     parts.counters[0].count("zmq", 100, True)
+    parts.counters[0].copied("response", 32)
     found = parts.document()
     assert found["workers"] == {
         "cpu/default": {
@@ -147,4 +148,5 @@ def test_workers_and_gateways(parts: Parts) -> None:
     }
     assert found["gateways"] == {"0": {"restarts": 4}}
     assert (found["transports"]["zmq"]["requests"], found["transports"]["zmq"]["failed"]) == (1, 1)
+    assert found["copied_bytes"] == {**dict.fromkeys(COPIES, 0), "response": 32}
     assert found["sessions"] == 3
