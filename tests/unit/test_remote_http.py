@@ -255,7 +255,7 @@ class TestSubmit:
         return wire, [wire.submit(request(), soon(), ends.put) for _ in range(count)], ends
 
     def test_many(self):
-        with RawHttp([answer(keep=False) for _ in range(40)]) as server:
+        with RawHttp([answer()] * 40) as server:
             wire, _, ends = self.submitted(server, 40)
             assert [type(ends.get(timeout=30)).__name__ for _ in range(40)] == ["InferAnswer"] * 40
             wire.close()
