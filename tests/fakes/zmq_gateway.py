@@ -9,11 +9,13 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgpack
+import numpy as np
+import pytest
 import zmq
 
 from broker.gateway.options import GatewayOptions
@@ -22,6 +24,8 @@ from broker.gateway.zmq_server import ZmqServer
 from tests.fakes.kserve import FakeService
 
 LIMIT_S = 20.0
+DATA = np.arange(4, dtype=np.float32)
+INLINE = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": DATA.tobytes()}
 
 
 class ZmqGateway:
@@ -127,3 +131,48 @@ class HandZmqClient:
         reply = self.ask("hello", protocol=1, **fields)
         assert reply["type"] == "welcome", reply
         return reply
+
+
+# Says hello, registers a region, prints a line, and stays.
+VICTIM = """
+import sys, msgpack, zmq
+socket = zmq.Context().socket(zmq.DEALER)
+socket.connect("ipc://" + sys.argv[1] + "/zmq.sock")
+def ask(**message):
+    socket.send(msgpack.packb(message))
+    return msgpack.unpackb(socket.recv())
+token = ask(type="hello", id=1, protocol=1, heartbeat_ms=60000)["token"]
+ask(type="register", id=2, name="r", key="/r", byte_size=16)
+print(token, flush=True)
+socket.send(msgpack.packb(dict(type="infer", id=3, model="add1", inputs=[
+    dict(name="x", datatype="FP32", shape=[1, 4], region="r", byte_size=16)])))
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[ZmqGateway]:
+    """Afterwards: its thread has ended and no descriptor is left."""
+    before = len(os.listdir("/proc/self/fd"))
+    with ZmqGateway(tmp_path) as gateway:
+        yield gateway
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert not (tmp_path / "zmq.sock").exists()
+
+
+@pytest.fixture
+def client(gateway: ZmqGateway) -> Iterator[HandZmqClient]:
+    with HandZmqClient(gateway.directory) as client:
+        client.hello()
+        yield client
+
+
+def hold(gateway: ZmqGateway) -> asyncio.Event:
+    """Inferences wait until this is set (on the gateway's loop)."""
+
+    def set_gate() -> asyncio.Event:
+        gateway.service.gate = asyncio.Event()
+        return gateway.service.gate
+
+    gate: asyncio.Event = gateway.call(set_gate)
+    return gate

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import signal
-import socket
 import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,55 +18,9 @@ from broker.gateway import zmq_port
 from broker.gateway.zmq_clients import LIMITS, watch
 from shm.errors import Code, InferError
 from tests.fakes.kserve import FakeService
-from tests.fakes.zmq_gateway import HandZmqClient, ZmqGateway
+from tests.fakes.zmq_gateway import DATA, INLINE, VICTIM, HandZmqClient, ZmqGateway, client, gateway, hold  # noqa: F401
 
-DATA = np.arange(4, dtype=np.float32)
-INLINE = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": DATA.tobytes()}
 IN_REGION = {"name": "x", "datatype": "FP32", "shape": [1, 4], "region": "r", "byte_size": 16}
-
-# Says hello, registers a region, prints a line, and stays.
-VICTIM = """
-import sys, msgpack, zmq
-socket = zmq.Context().socket(zmq.DEALER)
-socket.connect("ipc://" + sys.argv[1] + "/zmq.sock")
-def ask(**message):
-    socket.send(msgpack.packb(message))
-    return msgpack.unpackb(socket.recv())
-token = ask(type="hello", id=1, protocol=1, heartbeat_ms=60000)["token"]
-ask(type="register", id=2, name="r", key="/r", byte_size=16)
-print(token, flush=True)
-socket.send(msgpack.packb(dict(type="infer", id=3, model="add1", inputs=[
-    dict(name="x", datatype="FP32", shape=[1, 4], region="r", byte_size=16)])))
-sys.stdin.read()
-"""
-
-
-@pytest.fixture
-def gateway(tmp_path: Path) -> Iterator[ZmqGateway]:
-    """Afterwards: its thread has ended and no descriptor is left."""
-    before = len(os.listdir("/proc/self/fd"))
-    with ZmqGateway(tmp_path) as gateway:
-        yield gateway
-    assert len(os.listdir("/proc/self/fd")) <= before
-    assert not (tmp_path / "zmq.sock").exists()
-
-
-@pytest.fixture
-def client(gateway: ZmqGateway) -> Iterator[HandZmqClient]:
-    with HandZmqClient(gateway.directory) as client:
-        client.hello()
-        yield client
-
-
-def hold(gateway: ZmqGateway) -> asyncio.Event:
-    """Inferences wait until this is set (on the gateway's loop)."""
-
-    def set_gate() -> asyncio.Event:
-        gateway.service.gate = asyncio.Event()
-        return gateway.service.gate
-
-    gate: asyncio.Event = gateway.call(set_gate)
-    return gate
 
 
 def test_the_socket_is_for_this_user_alone(gateway: ZmqGateway) -> None:
@@ -152,107 +102,6 @@ def test_who_said_no_hello_is_told_so(gateway: ZmqGateway) -> None:
         assert client.ask("hello", protocol=7)["code"] == "UNSUPPORTED"
 
 
-def test_garbage_is_answered_three_times_and_then_ignored(gateway: ZmqGateway, client: HandZmqClient) -> None:
-    for _ in range(2):
-        client.socket.send(b"\xc1")
-        assert client.receive()["id"] == 0
-    assert client.ask("heartbeat")["type"] == "done"  # a good one starts the count anew
-    client.ask("register", name="r", key="/r", byte_size=16)
-    for garbage in (b"", b"\x80\x04]\x94.", os.urandom(4096)):
-        client.socket.send(garbage)
-        assert client.receive() | {"message": ""} == {"type": "error", "id": 0, "code": "INVALID_ARG", "message": ""}
-    gateway.eventually(lambda: not gateway.service.held, "its regions are gone")
-    client.send("heartbeat")
-    assert client.silent()
-    assert gateway.call(lambda: gateway.server.refused) == 5
-
-
-def test_wrong_fields_are_answered_by_the_requests_id_as_often_as_they_come(client: HandZmqClient) -> None:
-    for _ in range(10):
-        reply = client.ask("register", name="r", key="/r", byte_size=-1)
-        assert reply["code"] == "INVALID_ARG"
-        assert "$.byte_size" in reply["message"]
-
-
-def test_more_than_one_frame_is_no_message(gateway: ZmqGateway, client: HandZmqClient) -> None:
-    client.socket.send_multipart([b"", msgpack.packb({"type": "heartbeat", "id": 1})])  # as REQ sockets do
-    reply = client.receive()
-    assert (reply["id"], "one frame" in reply["message"]) == (0, True)
-
-
-def test_an_identity_of_ones_own_is_refused(gateway: ZmqGateway) -> None:
-    with HandZmqClient(gateway.directory, ROUTING_ID=b"victim") as client:
-        reply = client.ask("hello", protocol=1)
-        assert (reply["code"], "ZMQ_ROUTING_ID" in reply["message"]) == ("INVALID_ARG", True)
-        assert client.ask("models")["hello"] is True
-
-
-def test_a_copied_identity_gets_nobody_elses_replies(gateway: ZmqGateway, client: HandZmqClient) -> None:
-    routing = gateway.call(lambda: next(iter(gateway.server._clients.known)))
-    with HandZmqClient(gateway.directory, ROUTING_ID=routing) as thief:
-        thief.send("hello", protocol=1)
-        assert thief.silent()
-        assert client.ask("heartbeat")["type"] == "done"
-        assert thief.silent()
-
-
-def test_a_message_that_is_too_large_costs_the_connection_not_the_session(
-    gateway: ZmqGateway, client: HandZmqClient
-) -> None:
-    with HandZmqClient(gateway.directory) as other:
-        token = other.hello()["token"]
-        other.ask("register", name="r", key="/r", byte_size=16)
-        other.socket.send(bytes((1 << 20) + 1))
-        gateway.eventually(lambda: len(gateway.server._port._connections) == 1, "it was disconnected")
-        assert client.ask("heartbeat")["type"] == "done"
-        gateway.eventually(lambda: len(gateway.server._port._connections) == 2, "libzmq connected again")
-        reply = other.hello(token=token)
-        assert (reply["token"], reply["resumed"]) == (token, True)
-        assert list(gateway.call(lambda: dict(gateway.service.held))) == ["r"]
-
-
-def test_hostile_bytes_on_the_socket(gateway: ZmqGateway, client: HandZmqClient) -> None:
-    greeting = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"NULL" + bytes(16) + b"\0" + bytes(31)
-    ready = b"\x04\x26\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
-    claims_8_gib = b"\x02" + (8 << 30).to_bytes(8, "big")
-    pickle_bomb = b"\x80\x04\x95\x1d\0\0\0\0\0\0\0\x8c\x05posix\x94\x8c\x06system\x94\x93\x94."
-    for attack in (
-        b"",
-        os.urandom(4096),
-        pickle_bomb,
-        greeting,
-        greeting + ready + claims_8_gib,
-        b"GET / HTTP/1.1\r\n\r\n",
-    ):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sock.connect(str(gateway.directory / "zmq.sock"))
-            sock.sendall(attack)
-            assert client.ask("heartbeat")["type"] == "done"
-    gateway.eventually(lambda: len(gateway.server._port._connections) == 1, "only the client is connected")
-
-
-def test_no_more_connections_than_descriptors_allow(
-    gateway: ZmqGateway, client: HandZmqClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    port = gateway.server._port
-    assert port is not None
-    gateway.call(lambda: setattr(port, "_limit", 8))
-    idle = []
-    for _ in range(8):
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.connect(str(gateway.directory / "zmq.sock"))
-        idle.append(sock)
-    gateway.eventually(lambda: port._hidden, "it does not accept any more")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as late, pytest.raises(FileNotFoundError):
-        late.connect(str(gateway.directory / "zmq.sock"))
-    assert client.ask("heartbeat")["type"] == "done"
-    for sock in idle:
-        sock.close()
-    gateway.eventually(lambda: not port._hidden, "it accepts again")
-    with HandZmqClient(gateway.directory) as other:
-        other.hello()
-
-
 def test_cancel_ends_a_request_with_its_own_reply(gateway: ZmqGateway, client: HandZmqClient) -> None:
     hold(gateway)
     running = client.send("infer", model="add1", inputs=[INLINE])
@@ -277,48 +126,6 @@ def test_requests_in_flight_are_bounded(gateway: ZmqGateway, client: HandZmqClie
     assert (reply["code"], "1024 requests" in reply["message"]) == ("UNAVAILABLE", True)
     gateway.call(gate.set)
     assert sorted(client.receive()["id"] for _ in range(LIMITS.requests)) == list(range(2, LIMITS.requests + 2))
-
-
-def test_a_client_that_never_reads_is_dropped(gateway: ZmqGateway, client: HandZmqClient) -> None:
-    with HandZmqClient(gateway.directory, RCVHWM=1, SNDHWM=0) as greedy:
-        greedy.hello()
-        greedy.ask("register", name="r", key="/r", byte_size=16)
-        many = {**INLINE, "shape": [50_000, 4], "data": bytes(800_000)}
-        for _ in range(400):
-            greedy.send("infer", model="add1", inputs=[many])
-            assert client.ask("heartbeat")["type"] == "done"
-            if gateway.call(lambda: gateway.server.dropped):
-                break
-        gateway.eventually(lambda: gateway.server.dropped == 1, "it was dropped")
-        gateway.eventually(lambda: not gateway.service.held, "its regions are gone")
-    assert client.ask("heartbeat")["type"] == "done"
-
-
-def test_a_client_that_is_killed(gateway: ZmqGateway) -> None:
-    hold(gateway)
-    command = [sys.executable, "-c", VICTIM, str(gateway.directory)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as victim:
-        assert victim.stdout is not None
-        token = victim.stdout.readline().decode().strip()
-        gateway.eventually(lambda: gateway.service.asked, "its request runs")
-        with HandZmqClient(gateway.directory) as thief:
-            reply = thief.ask("hello", protocol=1, token=token)
-            assert (reply["code"], "another process's" in reply["message"]) == ("ALREADY_EXISTS", True)
-        victim.send_signal(signal.SIGKILL)
-    gateway.eventually(lambda: not gateway.service.held, "its regions are gone")
-    gateway.eventually(lambda: gateway.service.cancelled == 1, "its request was cancelled")
-    assert gateway.call(lambda: gateway.server._clients.known) == {}
-    with HandZmqClient(gateway.directory) as heir:
-        assert heir.hello(token=token)["resumed"] is False
-
-
-def test_missed_heartbeats_end_a_session(gateway: ZmqGateway, client: HandZmqClient) -> None:
-    with HandZmqClient(gateway.directory) as silent:
-        silent.hello(heartbeat_ms=100)
-        silent.ask("register", name="r", key="/r", byte_size=16)
-        gateway.eventually(lambda: not gateway.service.held, "its regions are gone")
-        assert silent.ask("heartbeat")["hello"] is True
-    assert client.ask("heartbeat")["type"] == "done"
 
 
 def test_a_session_outlives_its_gateway(tmp_path: Path) -> None:
@@ -357,14 +164,6 @@ def test_a_client_that_dies_while_there_is_no_gateway(tmp_path: Path) -> None:
                     assert survivor.hello(token=token)["resumed"] is True
                     survivor.ask("goodbye")
     assert not (tmp_path / "zmq.sessions").exists()
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b'[{"token": "x"}]', b"\xff"])
-def test_a_list_of_sessions_that_cannot_be_read(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "zmq.sessions").write_bytes(content)
-    with ZmqGateway(tmp_path), HandZmqClient(tmp_path) as client:
-        client.hello()
-        client.ask("goodbye")
 
 
 def test_stopping_lets_requests_end_and_refuses_new_ones(tmp_path: Path) -> None:
