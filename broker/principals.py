@@ -33,6 +33,17 @@ log = logging.getLogger(__name__)
 
 
 @final
+class _Registration:
+    """One that is under way: allocating pages takes time. `withdrawn`: nobody wants it any more."""
+
+    __slots__ = ("name", "withdrawn")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.withdrawn = False
+
+
+@final
 class Principals:
     """All principals that own something."""
 
@@ -40,7 +51,7 @@ class Principals:
         self._registry = registry
         self._peers: dict[Principal, Peer] = {}
         self._last = 0
-        self._busy: dict[Principal, int] = {}  # registrations that are under way
+        self._busy: dict[Principal, set[_Registration]] = {}
         self._unused_since: dict[int, float] = {}  # by generation, of regions without a name
 
     def __len__(self) -> int:
@@ -58,20 +69,31 @@ class Principals:
         if peer is None:
             self._last -= 1
             peer = self._peers[principal] = Peer(self._last, 0, principal.uid, PRINCIPAL)
-        self._busy[principal] = self._busy.get(principal, 0) + 1
+        registration = _Registration(name)
+        self._busy.setdefault(principal, set()).add(registration)
         try:
             await self._retire_dead(peer, name, key, byte_size, offset)
-            return await self._registry.register_system(peer, name, key, byte_size, offset)
+            entry = await self._registry.register_system(peer, name, key, byte_size, offset)
+            if registration.withdrawn:
+                await self._registry.unregister(peer.session, name)
+                raise InferError(Code.CANCELLED, f"shared memory region '{name}' was unregistered meanwhile")
+            return entry
         except InferError as error:
             raise _in_tritons_words(error) from None
         finally:
-            self._busy[principal] -= 1
+            self._busy[principal].remove(registration)
             if not self._busy[principal]:
                 del self._busy[principal]
             self._tidy(principal)
 
     async def unregister(self, principal: Principal, name: str, kind: str) -> None:
-        """`name`, or for "" all of `kind` ("": any kind). What is unknown, or of another kind, is no error."""
+        """`name`, or for "" all of `kind` ("": any kind). What is unknown, or of another kind, is no error.
+
+        What is being registered goes too, as soon as it is there: whoever asked for it may be gone by now.
+        """
+        if kind in ("", "system"):
+            for registration in self._busy.get(principal, ()):
+                registration.withdrawn |= name in ("", registration.name)
         peer = self._peers.get(principal)
         if peer is not None:
             await self._registry.unregister(peer.session, name, kind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
 import posix_ipc
@@ -104,7 +104,7 @@ def scenario(body: Scenario) -> Callable[[Shm], None]:
     return test
 
 
-async def refused(awaitable: Coroutine[Any, Any, Any]) -> tuple[str, str]:
+async def refused(awaitable: Awaitable[Any]) -> tuple[str, str]:
     with pytest.raises(InferError) as refusal:
         await awaitable
     return refusal.value.code, refusal.value.message
@@ -218,6 +218,23 @@ async def test_one_name_registered_twice_at_once(registry: Registry, principals:
 
 
 # --- how gateways use them ----------------------------------------------------------------------------------------
+
+
+@scenario
+async def test_what_is_unregistered_while_it_registers_goes(
+    registry: Registry, principals: Principals, shm: Shm
+) -> None:
+    """A client that registers and ends at once: its end is told while the pages are still being allocated."""
+    for name, kind in (("a", "system"), ("", "system"), ("", "")):
+        registering = asyncio.create_task(principals.register(ME, "a", shm.make(), PAGE, 0))
+        await asyncio.sleep(0)
+        await principals.unregister(ME, "b", "")
+        await principals.unregister(ME, "a", "cuda")
+        assert not registering.done()
+        await principals.unregister(ME, name, kind)
+        assert (await refused(registering))[0] == "CANCELLED"
+        assert len(principals) == 0
+    await principals.register(ME, "a", shm.make(), PAGE, 0)
 
 
 @scenario
