@@ -30,6 +30,7 @@ MAX_MESSAGE: Final = 2**31 - 1  # bytes; gRPC's own limit, and Triton's
 MAX_HEAD: Final = 64 << 20  # bytes of a request without its raw_input_contents
 MAX_ENTRIES: Final = 4096  # inputs, outputs, parameters, and fields looked at by `split_contents`
 
+_LONG_FROM = 128 << 10  # bytes; some milliseconds
 _SPLIT_FROM = 16 << 10  # bytes; protobuf copies each tensor twice, which costs less than looking for them below this
 _RAW_INPUT_TAG = service_pb2.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | 2
 _RAW_OUTPUT_TAG = bytes((service_pb2.ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER << 3 | 2,))
@@ -46,6 +47,14 @@ def parse(message: Any, raw: Buffer) -> Any:
         return message.FromString(raw)
     except (DecodeError, ValueError):  # ValueError: nested too deeply
         raise InferError(Code.INTERNAL, f"failed to parse the request as {message.DESCRIPTOR.full_name}") from None
+
+
+def takes_long(raw: bytes) -> bool:
+    """Has `raw` so much beside its raw_input_contents that others should not wait while it is decoded?"""
+    if len(raw) < _LONG_FROM:
+        return False
+    split = split_contents(raw)
+    return split is None or len(split[0]) >= _LONG_FROM
 
 
 def decode_request(raw: bytes, understood: list[InferRequest] | None = None) -> InferRequest:

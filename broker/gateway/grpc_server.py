@@ -7,10 +7,12 @@ registered ones grpc waits on a future per method for every request.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import re
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -19,7 +21,7 @@ import grpc
 from grpc import aio
 
 from broker.gateway.grpc_calls import CALLS, Call
-from broker.gateway.grpc_codec import decode_request, encode_response, parse, stream_message
+from broker.gateway.grpc_codec import decode_request, encode_response, parse, stream_message, takes_long
 from broker.gateway.grpc_limits import MAX_RPCS, Budget, message_budget, server_options
 from broker.gateway.grpc_stream import Stream
 from broker.gateway.kserve import Caller, InferRequest, Service
@@ -63,6 +65,8 @@ class GrpcServer:
         self._forward = re.compile(options.grpc_header_forward_pattern or r"(?!)", re.IGNORECASE)
         self.budget: Budget = message_budget()
         self._server: aio.Server | None = None
+        # One: more would not be faster, and each may need several times the memory of its message.
+        self._decoder = ThreadPoolExecutor(1, "grpc-decode")
 
     async def start(self) -> list[str]:
         """Listen; what to log, one line per address. Raises InferError when an address cannot be had."""
@@ -93,6 +97,7 @@ class GrpcServer:
         if self._server is not None:
             server, self._server = self._server, None
             await server.stop(grace_s)
+        self._decoder.shutdown(wait=False, cancel_futures=True)
 
     # --- addresses ---------------------------------------------------------------------------------------------
 
@@ -204,7 +209,7 @@ class GrpcServer:
             raise InferError(Code.UNAVAILABLE, _EXITING)
         self.budget.take(len(raw))
         try:
-            request = decode_request(raw, understood)
+            request = await self._decode(raw, understood)
             if self._options.grpc_header_forward_pattern:
                 self._forward_metadata(request, metadata)
             response = await self._service.infer(request, caller)
@@ -214,6 +219,11 @@ class GrpcServer:
             return encoded
         finally:
             self.budget.give(len(raw))
+
+    async def _decode(self, raw: bytes, understood: list[InferRequest] | None) -> InferRequest:
+        if not takes_long(raw):
+            return decode_request(raw, understood)
+        return await asyncio.get_running_loop().run_in_executor(self._decoder, decode_request, raw, understood)
 
     def _admitted(self, category: Any, context: Any) -> tuple[Caller, Mapping[str, str]]:
         """Who asks, if the policy lets them: before anything of the request is looked at."""

@@ -16,6 +16,7 @@ import tritonclient.grpc.aio as triton_aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
+from broker.gateway.grpc_codec import decode_request
 from broker.gateway.grpc_limits import MAX_RPCS
 from broker.gateway.kserve import Caller, InferRequest, InferResponse
 from shm.errors import Code, InferError
@@ -114,6 +115,27 @@ def test_typed_contents(server: Front) -> None:
         request.inputs.add(name="x", datatype="FP32", shape=[1, 4]).contents.fp32_contents.extend([1, 2, 3, 4])
         response = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request)
     assert np.frombuffer(response.raw_output_contents[0], np.float32).tolist() == [2, 3, 4, 5]
+
+
+def test_others_are_answered_while_many_typed_elements_are_decoded(server: Front, monkeypatch: Any) -> None:
+    decoding, others = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> Any:
+        decoding.set()
+        assert others.wait(60), "nobody else was answered"
+        return decode_request(*arguments)
+
+    monkeypatch.setattr("broker.gateway.grpc_server.decode_request", slow)
+    request = service_pb2.ModelInferRequest(model_name="add1")
+    large = np.ones((10_000, 4), np.float32)
+    request.inputs.add(name="x", datatype="FP32", shape=large.shape).contents.fp32_contents.extend(large.ravel())
+    with grpc.insecure_channel(server.url) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        answer = stub.ModelInfer.future(request, timeout=60)
+        assert decoding.wait(60)
+        assert stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=60).live
+        others.set()
+        assert (np.frombuffer(answer.result().raw_output_contents[0], np.float32) == 2).all()
 
 
 @pytest.mark.parametrize("algorithm", ["gzip", "deflate"])

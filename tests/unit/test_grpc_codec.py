@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
 from broker.gateway import grpc_codec
-from broker.gateway.grpc_codec import decode_request, encode_response, split_contents, stream_error, stream_message
+from broker.gateway.grpc_codec import (
+    decode_request,
+    encode_response,
+    split_contents,
+    stream_error,
+    stream_message,
+    takes_long,
+)
 from broker.gateway.kserve import InferRequest, InferResponse, OutputTensor
 from shm.errors import Code, InferError
 
@@ -144,6 +151,20 @@ def test_typed_contents(datatype: str, field: str, values: list[Any], dtype: str
 def test_typed_strings() -> None:
     data = decoded(typed("BYTES", bytes_contents=[b"ab", b"", b"\0"])).inputs[0].data
     assert data == struct.pack("<I2sII1s", 2, b"ab", 0, 1, b"\0")
+
+
+def test_many_typed_strings() -> None:
+    values = [b"%d" % number for number in range(150_000)]  # more than are joined at once
+    data = decoded(typed("BYTES", bytes_contents=values)).inputs[0].data
+    assert data == b"".join(struct.pack("<I", len(value)) + value for value in values)
+
+
+def test_what_takes_long_to_decode() -> None:
+    tensor = bytes(200_000)
+    assert not takes_long(message(raw=[tensor]).SerializeToString()), "raw contents are not looked at"
+    assert takes_long(typed("BYTES", bytes_contents=[tensor]).SerializeToString())
+    assert not takes_long(typed("BYTES", bytes_contents=[tensor[:1000]]).SerializeToString())
+    assert takes_long(tensor), "what is not well formed either"
 
 
 def test_typed_contents_that_do_not_go_with_the_datatype() -> None:
