@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from broker.gateway import exposition
 from broker.gateway.exposition import Config
-from shm.statistics import BOUNDS_NS, LATENCIES, bucket
+from shm.gateway_counters import COPIES
+from shm.statistics import BOUNDS_NS, LATENCIES, REASONS, bucket
 
 DEFAULT = Config()
+DOCUMENT = Path(__file__).parents[2] / "docs/metrics.md"
 DURATIONS = ("success", "queue", "compute_input", "compute_infer", "compute_output")
 
 
@@ -226,3 +229,30 @@ def test_names_that_nobody_expects_are_escaped() -> None:
     found = families(document(model(name)))
     kind, samples = found["nv_inference_exec_count"]
     assert (kind, len(samples)) == ("counter", 1)
+
+
+def documented() -> dict[str, tuple[str, str]]:
+    """docs/metrics.md: type and labels by name, as its tables of what is exposed have them."""
+    rows = (line.split("|")[1:4] for line in DOCUMENT.read_text().splitlines() if line.startswith("| `"))
+    return {
+        name.strip(" `"): (kind.strip(), labels.strip())
+        for name, kind, labels in rows
+        if kind.strip() in ("counter", "gauge", "histogram", "summary")
+    }
+
+
+def test_the_document_names_what_is_exposed_and_nothing_else() -> None:
+    everything = Config(counters=True, histograms=True, summaries=True)
+    host = dict.fromkeys(("nv_cpu_utilization", "nv_cpu_memory_total_bytes", "nv_cpu_memory_used_bytes"), 1.0)
+    exposed = {}
+    for family in text_string_to_metric_families(exposition.text(document(model()), everything, host).decode()):
+        names = {name: None for sample in family.samples for name in sample.labels if name != "le"}
+        suffix = "_total" if family.type == "counter" and family.name.startswith("tensorbroker_") else ""
+        exposed[family.name + suffix] = family.type, sorted(names)
+    told = {name: (kind, sorted(filter(None, labels.split(", ")))) for name, (kind, labels) in documented().items()}
+    assert told == exposed
+
+
+def test_the_document_names_every_reason_to_copy() -> None:
+    text = DOCUMENT.read_text().partition("### Copied bytes")[2]
+    assert [reason for reason in (*COPIES, *REASONS) if f"`{reason}`" not in text] == []
