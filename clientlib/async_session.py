@@ -20,7 +20,7 @@ from shm.sockets import close_all
 
 T = TypeVar("T")
 BURST = 64  # datagrams read before the loop gets its turn
-CALLS = 64  # at a time: the broker hangs up on a session that has 256 unanswered ones
+CALLS = 64  # unanswered ones at a time, given up or not: the broker hangs up on a session that has 256
 
 
 @final
@@ -89,12 +89,16 @@ class AsyncSession:
         began = self._loop.time()
         future: asyncio.Future[Answer] = self._loop.create_future()
         number, data = self._session.request(call, _Reply(future))
+        counted = sent = False
         try:
-            async with asyncio.timeout_at(deadline), self._calls:
+            async with asyncio.timeout_at(deadline):
+                await self._calls.acquire()
+                counted = True
                 await self._send(data, call)
+                sent = True
                 return await future
         except BaseException as error:
-            self._session.forget(number)
+            self._session.forget(number, sent=sent)
             if future.done() and not future.cancelled() and future.exception() is None:
                 late, fds = future.result()  # it came in the same turn of the loop as the end of our patience
                 close_all(fds)
@@ -103,6 +107,9 @@ class AsyncSession:
             if isinstance(error, TimeoutError):
                 raise self._session.late(call, deadline - began) from None
             raise
+        finally:
+            if counted and number not in self._session.unanswered:  # else until the answer comes
+                self._calls.release()
 
     def close(self) -> None:
         """End the session; whoever waits is told that it was closed."""
@@ -137,7 +144,7 @@ class AsyncSession:
                 received = sockets.receive(self._sock)
                 if received is None:
                     return self._end("went away")
-                self._session.receive(*received)
+                self._receive(*received)
                 with contextlib.suppress(OSError):
                     self._session.give_back(functools.partial(sockets.send, self._sock))
         except BlockingIOError:
@@ -145,10 +152,19 @@ class AsyncSession:
         except (OSError, ProtocolError) as error:
             self._end(f"was left: {error}")
 
+    def _receive(self, data: bytes, fds: list[int]) -> None:
+        unanswered = len(self._session.unanswered)
+        self._session.receive(data, fds)
+        if len(self._session.unanswered) < unanswered:
+            self._calls.release()
+
     def _end(self, why: str) -> None:
         if self._session.lost is None:
             self._loop.remove_reader(self._sock)
             self._sock.close()
             self._session.end(why)
+            while self._session.unanswered:
+                self._session.unanswered.pop()
+                self._calls.release()
             if self._on_end is not None:
                 self._on_end()

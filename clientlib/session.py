@@ -109,9 +109,9 @@ class Session:
         self._waiting[number] = (waiter, call.expects)
         return number, data
 
-    def forget(self, number: int) -> None:
+    def forget(self, number: int, *, sent: bool = True) -> None:
         """Nobody waits for this reply any more: when it comes, what it gives is given back."""
-        if self._waiting.pop(number, None) is not None:
+        if self._waiting.pop(number, None) is not None and sent:
             self.unanswered.add(number)
 
     def give_back(self, send: Callable[[bytes], None]) -> None:
