@@ -131,7 +131,7 @@ class Worker:
     async def load(self, config: ModelConfig, version: int, generation: int, blocks: tuple[int, ...]) -> None:
         """Load a version of a model; the generation of it that is loaded now serves until then."""
         load = (config.name, version, generation)
-        message = LoadInstances(config=config, version=version, generation=generation, blocks=blocks)
+        message = LoadInstances(config=config.for_worker, version=version, generation=generation, blocks=blocks)
         models = self._state.models
         self.instances.update(dict.fromkeys(blocks, config.hang_timeout_s))
         await self._state.have(models, load, Wanted(message), None, LOAD_S)

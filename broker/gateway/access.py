@@ -1,8 +1,8 @@
 """The one access policy: Triton's restricted APIs, for every front end and every way a request can be spelled.
 
 A front end knows the category of a request by the handler that will answer it, never by how its path is spelled, and
-asks `Service.check`, which is `Access.check`, before it looks at anything else of it. Settings: --http-restricted-api and
---grpc-restricted-protocol.
+asks `Service.check`, which is `Access.check`, before it looks at anything else of it. Settings: --http-restricted-api
+and --grpc-restricted-protocol.
 """
 
 from __future__ import annotations

@@ -110,6 +110,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return RETRY.get(self.parameters.get("retry", "").lower(), self.backend != "python")
 
     @property
+    def for_worker(self) -> ModelConfig:
+        """Without class names: they may be larger than a message to the worker, which has no use for them."""
+        output = tuple(msgspec.structs.replace(tensor, labels=b"") for tensor in self.output)
+        return msgspec.structs.replace(self, output=output)
+
+    @property
     def hang_timeout_s(self) -> float:
         """0.0 means: the default, derived from measured runs."""
         try:
