@@ -19,6 +19,7 @@ from broker.gateway.kserve import Caller, Category, InferRequest, InferResponse
 from broker.gateway.options import EXTENSIONS, SERVER_VERSION, GatewayOptions
 from broker.gateway.regions import RegionCache
 from clientlib.async_client import AsyncClient
+from clientlib.session import Answer
 from shm.errors import Code, InferError
 from shm.gateway_messages import (
     Config,
@@ -37,6 +38,7 @@ from shm.message_values import IndexEntry, ModelMetadata, RegionRecord
 from shm.messages import GetStatistics, LoadModel, Statistics, UnloadModel
 
 LOAD_S = 3600.0  # how long a model may take to load
+LOADS = 16  # loads and unloads at a time: the session takes 64 calls, and those of others must not wait for a model
 NOT_READY = ("has no available versions", "is not at ready state")  # lookup errors of models that are known
 
 
@@ -59,6 +61,8 @@ class GatewayService:
         self.on_ended: Callable[[str, int, bool], None] | None = None  # told transport, ns and "failed" of each request
         self.on_copied: Callable[[str, int], None] | None = None  # told why, and bytes
         self._running = 0  # requests
+        self._loads: set[asyncio.Task[Answer]] = set()
+        self._may_load = asyncio.Semaphore(LOADS)
         self._idle = asyncio.Event()
         self._idle.set()
         self._client = client
@@ -153,17 +157,27 @@ class GatewayService:
                 f"loading model '{model}' with another configuration or other files than those in its repository is "
                 "not supported: change them there and load it without parameters",
             )
-        try:
-            await self._client.call(LoadModel(model=model), timeout=LOAD_S)
-        finally:
-            self.inference.forget_latest(model)
+        await self._change(model, LoadModel(model=model))
 
     async def unload(self, model: str, unload_dependents: bool) -> None:
         """Unload. There are no ensembles, so that no model has dependents."""
-        try:
-            await self._client.call(UnloadModel(model=model), timeout=LOAD_S)
-        finally:
+        await self._change(model, UnloadModel(model=model))
+
+    async def _change(self, model: str, message: LoadModel | UnloadModel) -> None:
+        """Returns when the broker has done it, which goes on, and counts, when whoever asked for it has left."""
+
+        def ended(task: asyncio.Task[Answer]) -> None:
+            self._may_load.release()
+            self._loads.discard(task)
             self.inference.forget_latest(model)
+            if not task.cancelled():
+                task.exception()  # nobody may be waiting
+
+        await self._may_load.acquire()
+        task = asyncio.get_running_loop().create_task(self._client.call(message, timeout=LOAD_S))
+        self._loads.add(task)
+        task.add_done_callback(ended)
+        await asyncio.shield(task)
 
     # --- inference -------------------------------------------------------------------------------------------------
 
