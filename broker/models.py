@@ -21,7 +21,7 @@ from broker.loading import results
 from broker.logical_worker import Worker
 from broker.repository.config import LoadFailure, ModelConfig, TensorConfig
 from broker.repository.protocol import LoadRequest, Plan
-from broker.repository.scan import check_model_name, scan
+from broker.repository.scan import check_model_name, check_traversal, scan
 from broker.tables import ascii_table
 from broker.workers import Workers
 from shm.errors import Code, InferError
@@ -125,10 +125,14 @@ class Models:
         Raises InferError with Triton's texts.
         """
         self._need_explicit()
-        check_model_name(model)
+        check_traversal(model)
+        polled = f"failed to load '{model}', failed to poll from model repository"
+        try:
+            check_model_name(model)
+        except InferError as error:  # no directory of that name is looked at
+            raise InferError(Code.INTERNAL, f"{polled}: {error.message}") from None
         found = [result async for result in results(replace(self._request, models=(model,)))]
         result = found[-1]
-        polled = f"failed to load '{model}', failed to poll from model repository"
         if isinstance(result, LoadFailure):
             if result.reason.startswith(polled):  # no such model: nothing to remember
                 raise InferError(Code.INTERNAL, result.reason)

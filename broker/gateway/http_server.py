@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import socket
 import stat
@@ -23,6 +24,8 @@ from broker.gateway.http_routes import Routes
 from broker.gateway.kserve import Caller, Service
 from broker.gateway.options import GatewayOptions
 from shm.errors import Code, InferError
+
+_log = logging.getLogger(__name__)
 
 Identify = Callable[[Any, Mapping[str, str]], Caller]  # the connection's socket (None: closed), headers in any case
 
@@ -125,6 +128,7 @@ class HttpServer:
 
     async def answer(self, incoming: Incoming) -> Reply:
         """See `http_connection.Owner`."""
+        _log.debug("HTTP request: %s %s", incoming.message.method, incoming.path)
         found = self._routes.find(incoming.path)
         if found is None:
             return text_reply(404, NOT_FOUND)

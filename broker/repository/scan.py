@@ -49,14 +49,19 @@ class Versions(msgspec.Struct, frozen=True):
     ignored: tuple[str, ...]
 
 
-def check_model_name(name: str) -> None:
-    """Raise InferError INVALID_ARG unless `name` may name a model directory."""
+def check_traversal(name: str) -> None:
+    """Raise InferError INVALID_ARG for a name that is empty or leads elsewhere, as Triton does."""
     if not name.strip():
         raise InferError(Code.INVALID_ARG, "Model name cannot be empty. Please enter a valid name to deploy.")
-    if ".." in name or "/" in name or "\\" in name:
+    if name.strip() == ".." or "/" in name or "\\" in name:
         raise InferError(
             Code.INVALID_ARG, f"invalid model name {name!r}, model name must not contain path traversal characters"
         )
+
+
+def check_model_name(name: str) -> None:
+    """Raise InferError INVALID_ARG unless `name` may name a model directory."""
+    check_traversal(name)
     if not _MODEL_NAME.fullmatch(name):
         raise InferError(
             Code.INVALID_ARG,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -192,6 +193,17 @@ def test_what_goes_wrong_inside_is_not_told(
     with pytest.raises(InferenceServerException) as caught:
         client.infer("add1", [an_input(X)])
     assert (caught.value.status(), caught.value.message()) == ("500", "internal error")
+
+
+def test_a_verbose_log_has_every_request(
+    client: triton.InferenceServerClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert client.is_server_live()
+    assert not caplog.messages
+    with caplog.at_level(logging.DEBUG, "broker.gateway.http_server"):
+        assert client.is_server_live()
+        client.infer("add1", [an_input(X)])
+    assert caplog.messages == ["HTTP request: GET /v2/health/live", "HTTP request: POST /v2/models/add1/infer"]
 
 
 def test_async_infer(client: triton.InferenceServerClient) -> None:

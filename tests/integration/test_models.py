@@ -133,6 +133,10 @@ async def test_load_reload_and_unload(tmp_path: Path) -> None:
             "failed to load 'absent', failed to poll from model repository: there is no directory "
             f"{tmp_path / 'absent'}"
         )
+        text = (await refusal(models.load("..a"))).message
+        assert text.startswith("failed to load '..a', failed to poll from model repository: invalid model name '..a'")
+        text = (await refusal(models.load("../a"))).message
+        assert text == "invalid model name '../a', model name must not contain path traversal characters"
         assert models.all() == []
         await models.load("m")
         assert models.metadata("m").outputs[0].shape == (-1, -1)
