@@ -153,7 +153,7 @@ class Parser(argparse.ArgumentParser):
 def _serve_parser() -> Parser:
     parser = Parser(
         prog="tensorbroker serve",
-        allow_abbrev=False,
+        allow_abbrev=True,  # as tritonserver: --log-warn is --log-warning
         description="Serve the models of a repository. All flags of tritonserver are accepted besides those below.",
     )
     add = parser.add_argument

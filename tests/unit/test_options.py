@@ -65,6 +65,12 @@ def test_every_triton_bool_is_accepted_in_every_spelling(flag):
         parse_serve([REPOSITORY, f"--{flag}=perhaps"])
 
 
+def test_the_beginning_of_a_flag_is_enough_where_it_is_one():
+    options = parse_serve([REPOSITORY, "--log-warn=false", "--http-po", "8080"])
+    assert options.triton["log-warning"] == ("false",)
+    assert options.triton["http-port"] == ("8080",)
+
+
 def test_flags_without_effect_are_named_once_each():
     options = parse_serve(
         [REPOSITORY, "--host-policy=1", "--host-policy=2", "--exit-on-error=false", "--rate-limit=off"]
@@ -79,7 +85,8 @@ def test_flags_without_effect_are_named_once_each():
     ("arguments", "text"),
     [
         (["--nonsense"], "Unexpected argument: --nonsense"),
-        (["--http-por=1"], "Unexpected argument: --http-por=1"),
+        (["--http-po"], "argument --http-port: expected one argument"),
+        (["--log-w=1", "--log=1"], "ambiguous option: --log=1 could match --log-"),
         (["stray"], "Unexpected argument: stray"),
         (["--load-model=m"], "Error: Use of '--load-model' requires setting '--model-control-mode=explicit' as well."),
         (["--http-max-input-size=0"], "Error: --http-max-input-size must be greater than 0."),
