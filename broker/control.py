@@ -115,7 +115,7 @@ class Control:
 
     async def answer(self, peer: Peer, request: Request, fds: list[int]) -> Answer:
         """The reply to `request`. Takes `fds` over. Raises InferError, OSError."""
-        if self.exiting and not isinstance(request, GetServer):
+        if self.exiting and not isinstance(request, GetServer | Serving):
             close_all(fds)
             raise InferError(Code.UNAVAILABLE, "Server exiting")
         if isinstance(request, messages.RegisterPool):

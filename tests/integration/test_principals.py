@@ -358,6 +358,8 @@ def test_configuration_index_readiness_and_metrics(core: Core, gate: Gate, names
     core.control.exiting = True
     assert gateway.ask("GetServer").items() >= {"live": False, "ready": False}.items()
     assert gateway.ask("GetIndex")["message"] == "Server exiting"
+    assert gateway.ask("Serving")["type"] == "Done", "a gateway may be starting when the broker is told to stop"
+    assert gateway.ask("Serving")["type"] == "Done", "a gateway may be starting when the broker is told to stop"
     core.control.exiting = False
 
 
