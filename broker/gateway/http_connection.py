@@ -84,12 +84,12 @@ class BodyError(Exception):
 class Incoming:
     """A request whose head is complete. `path`: without the query."""
 
-    __slots__ = ("_connection", "message", "path", "payload")
+    __slots__ = ("connection", "message", "path", "payload")
 
     def __init__(self, message: RawRequestMessage, payload: StreamReader, connection: Connection) -> None:
         self.message = message
         self.payload = payload
-        self._connection = connection
+        self.connection = connection
         path = message.path
         if not path.startswith("/"):  # as one asks a proxy: http://host/v2
             path = message.url.raw_path_qs
@@ -98,7 +98,7 @@ class Incoming:
     @property
     def transport(self) -> asyncio.Transport | None:
         """None: the peer is gone."""
-        return self._connection.transport
+        return self.connection.transport
 
     async def body(self, limit: int) -> Buffer:
         """All of it. Raises InferError when it has more than `limit` bytes or is malformed."""
@@ -108,7 +108,7 @@ class Incoming:
             raise too_large(int(length), limit, headers.get(HEADER_LENGTH))
         if payload.is_eof() and not self.message.chunked:
             return payload.read_nowait()
-        return await self._connection.read_body(self)
+        return await self.connection.read_body(self)
 
 
 @final
@@ -272,7 +272,7 @@ class Connection(BaseProtocol):
             self._state, self.deadline = "running", math.inf
 
     async def _read_length(self, payload: StreamReader, length: int) -> Buffer:
-        self._reserve(length)
+        self.reserve(length)
         body = bytearray(length)
         position = 0
         while piece := await payload.readany():
@@ -286,7 +286,7 @@ class Connection(BaseProtocol):
             piece, ends_chunk = await payload.readchunk()
             if not piece and not ends_chunk:
                 return body
-            self._reserve(len(piece))
+            self.reserve(len(piece))
             body += piece
             chunks += ends_chunk
             if len(body) > limit:
@@ -294,7 +294,8 @@ class Connection(BaseProtocol):
             if chunks > MAX_CHUNKS:
                 raise too_many_chunks()
 
-    def _reserve(self, size: int) -> None:
+    def reserve(self, size: int) -> None:
+        """Count bytes for the request that is being answered. Raises InferError."""
         self._owner.reserve(size)
         self._reserved += size
 

@@ -38,7 +38,10 @@ class Inference:
             reply.headers = (("Accept-Encoding", "gzip, deflate"),)
             return reply
         try:
-            body = request.body if coding == "identity" else await decompress(request.body, self._limit)
+            body = request.body
+            if coding != "identity":
+                body = await decompress(body, self._limit)
+                request.reserve(len(body))
             wanted, binary = await self._read(request, body, model, version)
         except InferError:
             await self._service.metadata(model, version)  # Triton looks the model up first; so do we, when it matters

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -20,13 +20,15 @@ EVENTS: Final = "text/event-stream; charset=utf-8"
 @dataclass(slots=True)
 class Request:
     """`headers`: looked up in any case. `raw_headers`: as they came. `body`: as it came, not decoded;
-    a bytearray where it was put together from pieces.
+    a bytearray where it was put together from pieces. `reserve`: counts bytes made of it, until it is answered, with
+    those of all bodies; raises InferError when they are too many.
     """
 
     headers: Mapping[str, str]
     raw_headers: tuple[tuple[bytes, bytes], ...]
     body: Buffer
     caller: Caller
+    reserve: Callable[[int], None]
 
 
 @final

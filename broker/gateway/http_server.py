@@ -142,7 +142,8 @@ class HttpServer:
         if handler is None:
             return text_reply(405, METHOD_NOT_ALLOWED)
         body = await incoming.body(self.limit)
-        return await handler(Request(message.headers, message.raw_headers, body, caller), *names)
+        reserve = incoming.connection.reserve
+        return await handler(Request(message.headers, message.raw_headers, body, caller, reserve), *names)
 
     def _sweep(self) -> None:
         now = self._loop.time()

@@ -30,7 +30,7 @@ class Asker:
         assert found is not None, path
         endpoint, names = found
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        request = Request(headers or {}, (), data, Caller("http"))
+        request = Request(headers or {}, (), data, Caller("http"), lambda size: None)
         return asyncio.run(endpoint.methods[method](request, *names))  # type: ignore[arg-type]
 
     def json(self, method: str, path: str, body: Any = b"") -> Any:

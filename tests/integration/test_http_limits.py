@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 from collections.abc import Iterator
@@ -144,6 +145,32 @@ def test_bombs(server: Running, coding: str) -> None:
         status, message = peer.request("POST", INFER, bomb, f"Content-Encoding: {coding}").error()
     assert status == 400
     assert message.startswith("Decompressed data size exceeds the maximum allowed value of 1048576 bytes.")
+
+
+def test_what_was_compressed_counts_as_what_it_is(server: Running) -> None:
+    tensor = np.zeros((1, LIMIT // 4 - 256), np.float32)
+    fields = {"name": "x", "datatype": "FP32", "shape": tensor.shape, "parameters": {"binary_data_size": tensor.nbytes}}
+    header = json.dumps({"inputs": [fields]}).encode()
+    body = gzip.compress(header + tensor.tobytes())
+    headers = ("Content-Encoding: gzip", f"Inference-Header-Content-Length: {len(header)}")
+
+    def hold() -> asyncio.Event:
+        server.service.gate = asyncio.Event()
+        return server.service.gate
+
+    gate = server.call(hold)
+    peers = [server.connect() for _ in range(17)]
+    try:
+        for peer in peers[:-1]:
+            peer.request("POST", INFER, body, *headers)
+        eventually(lambda: server.call(lambda: server.server._body_bytes) > 15 * LIMIT, "the limit is reached")
+        assert peers[-1].request("POST", INFER, body, *headers).error()[0] == 503
+        server.call(gate.set)
+        assert {peer.reply()[0] for peer in peers[:-1]} == {200}
+    finally:
+        server.service.gate = None
+        for peer in peers:
+            peer.sock.close()
 
 
 def test_all_bodies_together_have_a_limit(server: Running) -> None:
