@@ -36,6 +36,8 @@ ENTRY = "broker.gateway"
 START_S = 60.0  # from Welcome to Serving; imports on a cold disk are slow
 TRIES = 3  # starts of the first gateway before the broker gives up
 LINGER_S = 2.0  # between hanging up and SIGKILL
+# What gateways put into the run directory; the last two are ZeroMQ's: its socket while nobody may connect, and sessions.
+FILES = (*SOCKETS, "zmq.sock.hidden", "zmq.sessions")
 
 _log = logging.getLogger(__name__)
 
@@ -154,8 +156,8 @@ class Gateways:
             for gateway in self._gateways:
                 gateway.kill("did not end with its session")
             await self.ended(LINGER_S)
-        for name in SOCKETS if self._gateways else ():
-            with contextlib.suppress(FileNotFoundError):  # a gateway that was killed leaves its sockets
+        for name in FILES if self._gateways else ():
+            with contextlib.suppress(FileNotFoundError):  # a gateway that was killed leaves them
                 os.unlink(os.path.join(self._directory, name))
         for gateway in self._gateways:
             gateway.close()
@@ -280,10 +282,11 @@ class _Gateway:
         finally:
             theirs.close()
             os.close(options)
-        pidfds = []
+        pidfds: list[int] = []
         try:
-            pidfds += [os.pidfd_open(process.pid), os.pidfd_open(process.pid)]
-            self._session = self._sessions.adopt(ours, process.pid, pidfds.pop(), "gateway")
+            pidfds.append(os.pidfd_open(process.pid))
+            pidfds.append(os.pidfd_open(process.pid))
+            self._session = self._sessions.adopt(ours, process.pid, pidfds[1], "gateway")
         except BaseException:
             close_all(pidfds)
             ours.close()

@@ -167,6 +167,15 @@ async def test_one_that_never_serves_is_killed(monkeypatch, caplog):
 
 
 @in_loop
+async def test_what_a_gateway_that_was_killed_left_in_the_run_directory_goes(tmp_path):
+    async with running("serve", tmp_path) as gateways:
+        await gateways.serving()
+        for name in ("http.sock", "grpc.sock", "zmq.sock", "zmq.sock.hidden", "zmq.sessions", "broker.sock"):
+            (tmp_path / name).touch()
+    assert os.listdir(tmp_path) == ["broker.sock"]
+
+
+@in_loop
 async def test_none_are_none():
     async with running("serve", count=0) as gateways:
         assert await gateways.serving() == ()
