@@ -249,6 +249,8 @@ async def _end(context: Any, error: Exception) -> bytes:
     if not isinstance(error, InferError):
         _log.error("gRPC request failed", exc_info=error)
         error = InferError(Code.INTERNAL, "internal error")
+    else:
+        _log.debug("gRPC request failed: %s", error.message)
     details = error.message.encode(errors="replace")[:MAX_DETAILS].decode(errors="ignore")
     await context.abort(STATUS.get(error.code, grpc.StatusCode.UNKNOWN), details)
     raise AssertionError("abort does not return")

@@ -221,6 +221,7 @@ class Connection(BaseProtocol):
         try:
             reply = await self._owner.answer(Incoming(message, payload, self))
         except InferError as error:
+            _log.debug("HTTP request failed: %s", error.message)
             reply = error_reply(error)
         except asyncio.CancelledError:
             self.abort()

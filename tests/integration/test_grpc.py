@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,6 +144,13 @@ def test_compressed_requests(client: Any, algorithm: str) -> None:
     large = np.zeros((10_000, 4), np.float32)
     result = client.infer("add1", [tensor(large)], compression_algorithm=algorithm)
     assert (result.as_numpy("y") == 1).all()
+
+
+def test_a_verbose_log_has_what_is_refused(server: Front, client: Any, caplog: pytest.LogCaptureFixture) -> None:
+    server.service.fails = InferError(Code.NOT_FOUND, "why")
+    with caplog.at_level(logging.DEBUG, "broker.gateway"):
+        assert error_of(client.infer, "add1", [tensor()]) == ("NOT_FOUND", "why")
+    assert caplog.messages == ["gRPC request failed: why"]
 
 
 @pytest.mark.parametrize("code", [code for code in Code if code is not Code.OK])

@@ -196,14 +196,20 @@ def test_what_goes_wrong_inside_is_not_told(
 
 
 def test_a_verbose_log_has_every_request(
-    client: triton.InferenceServerClient, caplog: pytest.LogCaptureFixture
+    server: Running, client: triton.InferenceServerClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert client.is_server_live()
     assert not caplog.messages
-    with caplog.at_level(logging.DEBUG, "broker.gateway.http_server"):
+    server.service.fails = InferError(Code.INVALID_ARG, "why")
+    with caplog.at_level(logging.DEBUG, "broker.gateway"):
         assert client.is_server_live()
-        client.infer("add1", [an_input(X)])
-    assert caplog.messages == ["HTTP request: GET /v2/health/live", "HTTP request: POST /v2/models/add1/infer"]
+        with pytest.raises(InferenceServerException):
+            client.infer("add1", [an_input(X)])
+    assert caplog.messages == [
+        "HTTP request: GET /v2/health/live",
+        "HTTP request: POST /v2/models/add1/infer",
+        "HTTP request failed: why",
+    ]
 
 
 def test_async_infer(client: triton.InferenceServerClient) -> None:
