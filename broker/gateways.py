@@ -36,7 +36,7 @@ ENTRY = "broker.gateway"
 START_S = 60.0  # from Welcome to Serving; imports on a cold disk are slow
 TRIES = 3  # starts of the first gateway before the broker gives up
 LINGER_S = 2.0  # between hanging up and SIGKILL
-# What gateways put into the run directory; the last two are ZeroMQ's: its socket while nobody may connect, and sessions.
+# What gateways put into the run directory. The last two are of ZeroMQ: its socket while it is hidden, its sessions.
 FILES = (*SOCKETS, "zmq.sock.hidden", "zmq.sessions")
 
 _log = logging.getLogger(__name__)
