@@ -134,7 +134,7 @@ class Bench:
 
     def _best(self, model: str, limit: int, *, spin: bool = False) -> tuple[float, int]:
         """The best rate and its batch size, of batches up to `limit`."""
-        sizes = [size for size in BATCHES if size <= limit]
+        sizes = [size for size in BATCHES if size <= limit][-1 if self._settings.quick else 0 :]
         ways = [1] if spin else [1, THREADS]
         return max((self._in_process(MODELS[model], size, way, spin=spin), size) for size in sizes for way in ways)
 
