@@ -80,6 +80,18 @@ class Store:
                     self._chunks.remove(chunk)
         self._chunks.append(Chunk(region))
 
+    def retire_idle(self) -> list[MappedRegion]:
+        """Regions of chunks that were made for one large block and hold none, no longer of this store: the caller
+        unregisters them. Else requests of ever new sizes would keep the memory of all sizes that ever were.
+        """
+        idle = []
+        for chunk in tuple(self._chunks):
+            if chunk.arena.byte_size > LARGEST_CHUNK and not chunk.region.retired and chunk.arena.close_if_unused():
+                with contextlib.suppress(ValueError):  # another thread was first
+                    self._chunks.remove(chunk)
+                    idle.append(chunk.region)
+        return idle
+
     def next_chunk(self, byte_size: int) -> int:
         """Bytes of the chunk to make for a block of `byte_size`: as much as there is already, within bounds."""
         held = sum(region.byte_size for region in self.regions())

@@ -293,6 +293,10 @@ class Native(Generic[L]):
 
     def _allocate(self, byte_size: int) -> Procedure[Block]:
         while (block := self._store.allocate(byte_size)) is None:
+            for idle in self._store.retire_idle():
+                idle.retired = "not used any more"
+                idle.release_fd()
+                yield Call(messages.Unregister(name=idle.name))
             number = len(self._store.regions()) + 1
             name = f"clientlib.{number}.{os.urandom(4).hex()}"
             region = yield from self._create(name, self._store.next_chunk(byte_size))

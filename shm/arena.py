@@ -22,7 +22,7 @@ class Arena:
     at the cost of a dictionary lookup. Only when no block and no untouched space fits are neighbours merged.
     """
 
-    __slots__ = ("_free", "_free_bytes", "_freed", "_fresh", "_live", "_lock", "_merged", "byte_size")
+    __slots__ = ("_closed", "_free", "_free_bytes", "_freed", "_fresh", "_live", "_lock", "_merged", "byte_size")
 
     def __init__(self, byte_size: int) -> None:
         self.byte_size: Final = byte_size // ALIGNMENT * ALIGNMENT
@@ -33,11 +33,14 @@ class Arena:
         self._fresh = 0  # where the space that was never handed out begins
         self._merged = True  # no two free blocks are neighbours
         self._free_bytes = self.byte_size
+        self._closed = False
 
     def allocate(self, byte_size: int) -> int | None:
         """Offset of a block of at least `byte_size` bytes, or None when no gap is that large. Thread-safe."""
         size = max(ALIGNMENT, -(-byte_size // ALIGNMENT) * ALIGNMENT)
         with self._lock:
+            if self._closed:
+                return None
             self._take_back()
             offset = self._find(size)
             if offset is not None:
@@ -54,6 +57,12 @@ class Arena:
         if size is None:
             raise ValueError(f"no block is allocated at offset {offset}")
         self._freed.append((offset, size))
+
+    def close_if_unused(self) -> bool:
+        """Whether no block is allocated; then none will be any more. Thread-safe."""
+        with self._lock:
+            self._closed = self._closed or not self._live
+            return self._closed
 
     @property
     def free_bytes(self) -> int:

@@ -108,6 +108,16 @@ def test_is_whole_again_when_all_is_freed(sizes, order):
     assert arena.allocate(arena.byte_size) == 0
 
 
+def test_closes_only_while_unused():
+    arena = Arena(4 * ALIGNMENT)
+    offset = arena.allocate(ALIGNMENT)
+    assert not arena.close_if_unused()
+    arena.free(offset)
+    assert arena.close_if_unused()
+    assert arena.close_if_unused()
+    assert arena.allocate(ALIGNMENT) is None
+
+
 def test_free_at_any_point_inside_allocate():
     """The collector may run the finalizer of an array, and so `free`, between any two steps of `allocate`."""
     arena = Arena(64 * 256)

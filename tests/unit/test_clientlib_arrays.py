@@ -7,6 +7,8 @@ import threading
 import numpy as np
 import pytest
 
+import clientlib.arena
+import clientlib.automatic
 from clientlib.pending import Pending
 from shm.errors import InferError
 from tests.fakes.small_broker import connect, doubling
@@ -55,6 +57,23 @@ class TestArrays:
         assert plan.infer()["y"].shape == (120_000,)
         with pytest.raises(InferError, match="at least 480000 bytes"):
             client.prepare("spread", {"x": region.tensor((3,), "FP32")}, {"y": region.tensor((9,), "FP32", 64)}).infer()
+
+    def test_sizes_that_do_not_come_again_hold_no_memory(self, client, monkeypatch):
+        monkeypatch.setattr(clientlib.arena, "FIRST_CHUNK", 4096)
+        monkeypatch.setattr(clientlib.arena, "LARGEST_CHUNK", 4096)
+        monkeypatch.setattr(clientlib.automatic, "MAX_BYTES", 0)  # one plan
+        results = []
+        for rows in range(1000, 9000, 1000):  # each a larger chunk than the one before
+            x = np.full((rows, 2), rows, np.float32)
+            results.append(client.infer("double", {"x": x})["y"])
+        assert len(client.regions()) == 8  # results hold theirs
+        assert [result[0, 0] for result in results] == [2 * rows for rows in range(1000, 9000, 1000)]
+        kept = results.pop(0)
+        results.clear()
+        for rows in (200_000, 300_000, 400_000):
+            assert client.infer("double", {"x": np.ones((rows, 2), np.float32)})["y"][-1, -1] == 2
+        assert len(client.regions()) <= 4
+        assert kept[0, 0] == 2000
 
     def test_a_plan_that_a_reload_closed_is_made_again(self, client, small_broker):
         _, plan = doubling(client)
