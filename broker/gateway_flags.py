@@ -11,7 +11,7 @@ from itertools import combinations
 from typing import get_args
 
 from broker.flags import Given, UsageError, boolean
-from broker.gateway.options import MAX_INPUT_SIZE, Category, GatewayOptions
+from broker.gateway.options import GRPC_MAX_INPUT_SIZE, MAX_INPUT_SIZE, Category, GatewayOptions
 from broker.triton_flags import names
 
 MAX_GATEWAYS = 64
@@ -54,21 +54,19 @@ def gateway_options(given: Given) -> GatewayOptions:
     if not 0 <= gateways <= MAX_GATEWAYS:
         raise UsageError(f"invalid value for --gateways: {gateways} (expected 0 to {MAX_GATEWAYS})")
     http_address = given.text("http-address", "127.0.0.1")
-    max_input_size = given.integer("http-max-input-size", MAX_INPUT_SIZE)
-    if max_input_size <= 0:
-        raise UsageError("Error: --http-max-input-size must be greater than 0.")
     options = GatewayOptions(
         gateways=gateways,
         server_name=given.text("id", "triton"),
         http_address=http_address,
         http_port=given.port("http-port", 8000) if given.flag("allow-http", True) else 0,
         http_reuse_port=gateways > 1 or given.flag("reuse-http-port", False),
-        http_max_input_size=max_input_size,
+        http_max_input_size=_max_input_size(given, "http", MAX_INPUT_SIZE),
         http_header_forward_pattern=_pattern(given, "http-header-forward-pattern"),
         http_restricted=_restricted(given, "http-restricted-api", "api", ""),
         grpc_address=given.text("grpc-address", "127.0.0.1"),
         grpc_port=given.port("grpc-port", 8001) if given.flag("allow-grpc", True) else 0,
         grpc_reuse_port=gateways > 1 or given.flag("reuse-grpc-port", False),
+        grpc_max_input_size=_max_input_size(given, "grpc", GRPC_MAX_INPUT_SIZE),
         grpc_header_forward_pattern=_pattern(given, "grpc-header-forward-pattern"),
         grpc_compression=_compression(given.text("grpc-infer-response-compression-level", "none")),
         grpc_ssl=_ssl(given),
@@ -133,6 +131,13 @@ def _metrics_config(arguments: tuple[str, ...]) -> dict[str, str]:
             boolean(value)
         settings[name] = value
     return settings
+
+
+def _max_input_size(given: Given, protocol: str, default: int) -> int:
+    size = given.integer(f"{protocol}-max-input-size", default)
+    if size <= 0:
+        raise UsageError(f"Error: --{protocol}-max-input-size must be greater than 0.")
+    return size
 
 
 def _pattern(given: Given, name: str) -> str:

@@ -166,6 +166,8 @@ def _serve_parser() -> Parser:
     add("--model-load-deaths", metavar="N", action="append", dest="model-load-deaths", help=text)
     text = "gateway processes for HTTP, gRPC, ZeroMQ and metrics (default 1; 0: none, local clients only)"
     add("--gateways", metavar="N", action="append", help=text)
+    text = "bytes of a gRPC message, compressed or not (default 268435456)"
+    add("--grpc-max-input-size", metavar="BYTES", action="append", dest="grpc-max-input-size", help=text)
     text = "ZeroMQ on zmq.sock in the run directory (default true)"
     add("--allow-zmq", metavar="BOOL", action="append", dest="allow-zmq", nargs="?", const="true", help=text)
     for name in sorted(SINGLE | REPEATED | BOOLEAN):

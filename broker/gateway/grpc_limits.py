@@ -27,13 +27,16 @@ METADATA_SOFT, METADATA_HARD = 16 << 10, 32 << 10
 
 MEMORY_SHARE: Final = 4  # messages may take a quarter of the memory there is
 
+# Times its size that a message takes while it is received: gRPC's blocks, a buffer they are copied to, and the bytes.
+RECEIVING: Final = 3
+
 _LEVELS: Final = {"none": 0, "low": 1, "medium": 2, "high": 3}
 
 
 class Budget:
     """Bytes of the requests that run and of the responses that are not sent, and what they may be at most.
 
-    gRPC itself receives any message of up to 2 GiB, as Triton's does; this bounds what is kept of all together.
+    gRPC itself bounds one message (`receive_limit`); this bounds what is kept of all together.
     """
 
     def __init__(self, limit: int) -> None:
@@ -64,12 +67,21 @@ def message_budget() -> Budget:
     return Budget(memory_limit() // MEMORY_SHARE)
 
 
+def receive_limit(options: GatewayOptions, budget: Budget) -> int:
+    """Bytes of one message, before and after it is decompressed; what is received must fit into the budget.
+
+    Triton's server takes any. Here 256 KiB of compressed zeros that said 512 MiB took 1.7 GB; the default of 256 MiB
+    takes 0.9 GB, and is four times what HTTP takes.
+    """
+    return min(options.grpc_max_input_size, MAX_MESSAGE, budget.limit // RECEIVING)
+
+
 def server_options(options: GatewayOptions, budget: Budget) -> list[tuple[str, Any]]:
     """grpc's channel arguments."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     arguments: list[tuple[str, Any]] = [
         ("grpc.max_send_message_length", MAX_MESSAGE),
-        ("grpc.max_receive_message_length", min(MAX_MESSAGE, budget.limit)),
+        ("grpc.max_receive_message_length", receive_limit(options, budget)),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
         # Else streams that just ended count, too, and a client at the limit, which cannot know, sees them refused.
         # 100,000 streams reset by hand in 0.2 s cost a neighbour no error and the gateway 14 MiB all the same.

@@ -155,6 +155,7 @@ class GrpcServer:
                 response = await call.answer(self._service, parse(call.request, raw), caller)
                 encoded: bytes = response.SerializeToString()
             except Exception as error:
+                del raw  # see `_end`
                 return await _end(context, error)
             return encoded
 
@@ -175,6 +176,7 @@ class GrpcServer:
             caller, metadata = self._admitted("inference", context)
             encoded = await self._infer(raw, caller, metadata)
         except Exception as error:
+            del raw  # see `_end`
             return await _end(context, error)
         size = len(encoded)
         if size >= _FOLLOWED:
@@ -243,7 +245,11 @@ class GrpcServer:
 
 
 async def _end(context: Any, error: Exception) -> bytes:
-    """End the RPC with the error's status. Never returns; what nobody expected is logged and says nothing."""
+    """End the RPC with the error's status. Never returns; what nobody expected is logged and says nothing.
+
+    grpc keeps what `abort` raises in a cycle, with it `error` and all frames that either came through. They must not
+    hold the request, since Python may look for cycles very late.
+    """
     if isinstance(error, aio.BaseError):  # grpc's own: the RPC or the server has ended
         raise error
     if not isinstance(error, InferError):
@@ -251,6 +257,8 @@ async def _end(context: Any, error: Exception) -> bytes:
         error = InferError(Code.INTERNAL, "internal error")
     else:
         _log.debug("gRPC request failed: %s", error.message)
+    error.__context__ = error.__cause__ = None
+    error.with_traceback(None)
     details = error.message.encode(errors="replace")[:MAX_DETAILS].decode(errors="ignore")
     await context.abort(STATUS.get(error.code, grpc.StatusCode.UNKNOWN), details)
     raise AssertionError("abort does not return")

@@ -35,6 +35,7 @@ EXTENSIONS: tuple[str, ...] = (
 )  # of the server's metadata, in Triton's order
 SOCKETS = ("http.sock", "grpc.sock", "zmq.sock")  # in the run directory
 MAX_INPUT_SIZE = 64 << 20  # bytes, Triton's default of --http-max-input-size
+GRPC_MAX_INPUT_SIZE = 256 << 20  # bytes of a message; `broker.gateway.grpc_limits` says why
 
 
 class LogOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +65,7 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
     grpc_address: str = "127.0.0.1"
     grpc_port: int = 8001
     grpc_reuse_port: bool = False
+    grpc_max_input_size: int = GRPC_MAX_INPUT_SIZE
     grpc_header_forward_pattern: str = ""
     grpc_compression: str = "none"  # --grpc-infer-response-compression-level
     grpc_ssl: tuple[str, str, str] = ("", "", "")  # certificate, key, root certificate (mutual TLS) files

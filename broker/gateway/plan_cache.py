@@ -115,6 +115,8 @@ class PlanCache:
         """Give a plan more places, beside what goes on, once requests of its kind come at the same time."""
         if entry.small and entry.plan.crowded:
             entry.small = False
+            if entry.plan.places_byte_size * 2 > self._max_bytes:
+                return  # four of 512 MiB at once made it keep 4 GiB; they take turns
             task = asyncio.get_running_loop().create_task(self._grow(entry))
             self._growing.add(task)
             task.add_done_callback(self._growing.discard)

@@ -24,6 +24,7 @@ import msgspec
 
 from broker import logs
 from broker.gateway.access import Access
+from broker.gateway.memory import keep_trimmed
 from broker.gateway.options import GatewayOptions, LogOptions
 from broker.gateway.peers import Peers, grpc_listeners
 from broker.gateway.service import GatewayService
@@ -151,7 +152,7 @@ class Gateway:
             return await self._say(client, Serving(error=str(error)[:MAX_TEXT])) or 1
         if await self._say(client, Serving(lines=tuple(line[:MAX_TEXT] for line in lines))):
             return 1
-        await _first(self._exiting.wait(), client.lost.wait())
+        await _first(self._exiting.wait(), client.lost.wait(), keep_trimmed())
         if not client.lost.is_set():
             await self._drain(service, client)
         await client.close()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import grpc
@@ -254,3 +256,18 @@ def test_more_connections_than_may_be(tmp_path: Path, monkeypatch: pytest.Monkey
                 closed += not each.recv(1)
         assert closed >= 40 - 16
         assert first.unary_unary(INFER)(request(), timeout=30)
+
+
+def test_a_failed_request_is_not_kept(server: Front) -> None:
+    """grpc keeps the exception that ends an RPC until Python looks for cycles, which may be very late."""
+    gc.collect()
+    gc.disable()
+    try:
+        with channel(server) as client:
+            for sent in (bytes(MIB), request(MIB)[:-1]):  # no message at all, and one that is no request
+                assert status_of(client.unary_unary(INFER), sent)[0] in ("INTERNAL", "INVALID_ARGUMENT")
+            server.wait(lambda: server.server.budget.used == 0)
+        frames = [each for each in gc.get_objects() if isinstance(each, FrameType)]
+        assert not [frame for frame in frames if len(frame.f_locals.get("raw") or "") > MIB // 2]
+    finally:
+        gc.enable()

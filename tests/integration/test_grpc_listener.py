@@ -187,7 +187,8 @@ def test_options_of_the_flags() -> None:
     assert given["grpc.keepalive_time_ms"] == 7000
     assert given["grpc.default_compression_level"] == 2
     assert given["grpc.so_reuseport"] == 0
-    assert given["grpc.max_receive_message_length"] == given["grpc.max_send_message_length"] == 2**31 - 1
+    assert given["grpc.max_send_message_length"] == 2**31 - 1
+    assert given["grpc.max_receive_message_length"] == 256 << 20
     small = dict(server_options(GatewayOptions(directory="", broker_uid=0, gateways=2), Budget(1000)))
-    assert small["grpc.max_receive_message_length"] == 1000
+    assert small["grpc.max_receive_message_length"] == 333
     assert small["grpc.so_reuseport"] == 1

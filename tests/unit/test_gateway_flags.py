@@ -25,6 +25,7 @@ def test_defaults_are_tritons_but_for_loopback_and_shared_memory():
     assert options.zmq
     assert options.server_name == "triton"
     assert options.http_max_input_size == 67108864
+    assert options.grpc_max_input_size == 268435456
     assert dict(options.grpc_channel_options) == {
         "grpc.keepalive_time_ms": 7200000,
         "grpc.keepalive_timeout_ms": 20000,
@@ -50,6 +51,7 @@ def test_defaults_are_tritons_but_for_loopback_and_shared_memory():
         ("--allow-client-shm=false", "allow_client_shm", False),
         ("--allow-zmq=off", "zmq", False),
         ("--http-max-input-size=10", "http_max_input_size", 10),
+        ("--grpc-max-input-size=10", "grpc_max_input_size", 10),
         ("--http-header-forward-pattern=x-.*", "http_header_forward_pattern", "x-.*"),
         ("--grpc-header-forward-pattern=x-.*", "grpc_header_forward_pattern", "x-.*"),
         ("--grpc-infer-response-compression-level=HIGH", "grpc_compression", "high"),
@@ -119,6 +121,7 @@ def test_tls_needs_its_files():
         (["--gateways=many"], "invalid value for --gateways: many"),
         (["--metrics-interval-ms=0"], "invalid value for --metrics-interval-ms: 0"),
         (["--http-max-input-size=-1"], "Error: --http-max-input-size must be greater than 0."),
+        (["--grpc-max-input-size=0"], "Error: --grpc-max-input-size must be greater than 0."),
         (["--allow-zmq=maybe"], "invalid value for bool option: maybe"),
     ],
 )
