@@ -188,6 +188,13 @@ def encode(
     return dumps(document, finite=all_finite), blobs
 
 
+def json_size(response: InferResponse, requested: Sequence[RequestedOutput] | None, binary: bool) -> int:
+    """Bytes of the tensors that `encode` will write as JSON."""
+    kinds = {output.name: output.binary for output in requested or ()}
+    texts = [o.data for o in response.outputs if o.data is not None and not kinds.get(o.name, binary)]
+    return sum(memoryview(data).nbytes for data in texts)
+
+
 def is_finite(parameters: dict[str, Parameter]) -> bool:
     """Can strict JSON say them all?"""
     return all(math.isfinite(value) for value in parameters.values() if type(value) is float)

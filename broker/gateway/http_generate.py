@@ -12,10 +12,10 @@ from typing import Any, final
 from broker.gateway.http_codec import custom_parameter, forward_headers, is_finite
 from broker.gateway.http_errors import RAISE_LIMIT, invalid
 from broker.gateway.http_inference import forward_pattern
-from broker.gateway.http_json import MISSING, as_object, as_string, dumps, find, parse, repeated
+from broker.gateway.http_json import MISSING, as_object, as_string, dumps, find, parse, repeated, unhurried
 from broker.gateway.http_message import EVENTS, Reply, Request
 from broker.gateway.http_tensors import read_flat, write_data
-from broker.gateway.kserve import InferRequest, InferResponse, InputTensor, Service
+from broker.gateway.kserve import Buffer, InferRequest, InferResponse, InputTensor, Service
 from broker.gateway.options import GatewayOptions
 from shm.errors import InferError
 from shm.message_values import ModelMetadata, TensorMetadata
@@ -44,14 +44,22 @@ class Generate:
         metadata = await self._service.metadata(model, version)
         if request.headers.get("Content-Encoding") not in (None, "", "identity"):
             raise invalid("Unsupported content-encoding, only 'identity' is supported.")
-        document = as_object(parse(request.body))
-        twice = repeated(request.body, (tensor.name for tensor in metadata.inputs))
-        if twice is not None:
-            raise _already(twice)
-        wanted = decode_generate(metadata, version, document, self._limit)
+        size = len(request.body)
+        wanted = await unhurried(size, read_generate, metadata, version, request.body, self._limit)
         if self._forward is not None:
             forward_headers(wanted, request.raw_headers, self._forward)
-        return encode_generate(await self._service.infer(wanted, request.caller))
+        response = await self._service.infer(wanted, request.caller)
+        size = sum(memoryview(output.data).nbytes for output in response.outputs if output.data is not None)
+        return await unhurried(size, encode_generate, response)
+
+
+def read_generate(metadata: ModelMetadata, version: str, body: Buffer, limit: int) -> InferRequest:
+    """As `decode_generate`, from bytes; an input that is there twice is refused."""
+    document = as_object(parse(body))
+    twice = repeated(body, (tensor.name for tensor in metadata.inputs))
+    if twice is not None:
+        raise _already(twice)
+    return decode_generate(metadata, version, document, limit)
 
 
 def decode_generate(metadata: ModelMetadata, version: str, document: Any, limit: int) -> InferRequest:

@@ -8,9 +8,18 @@ from __future__ import annotations
 import re
 from typing import final
 
-from broker.gateway.http_codec import HEADER_LENGTH, decode, decode_raw, encode, forward_headers, header_length
+from broker.gateway.http_codec import (
+    HEADER_LENGTH,
+    decode,
+    decode_raw,
+    encode,
+    forward_headers,
+    header_length,
+    json_size,
+)
 from broker.gateway.http_compression import coding_of, compress, decompress, preferred
 from broker.gateway.http_errors import invalid
+from broker.gateway.http_json import unhurried
 from broker.gateway.http_limits import ONE_WRITE
 from broker.gateway.http_message import JSON, OCTETS, Reply, Request, error_reply
 from broker.gateway.kserve import Buffer, InferRequest, Service
@@ -47,7 +56,8 @@ class Inference:
             await self._service.metadata(model, version)  # Triton looks the model up first; so do we, when it matters
             raise
         response = await self._service.infer(wanted, request.caller)
-        text, blobs = encode(response, wanted.outputs, binary)
+        size = json_size(response, wanted.outputs, binary)
+        text, blobs = await unhurried(size, encode, response, wanted.outputs, binary)
         reply = Reply(parts=(text, *blobs))
         if blobs:
             reply.content_type = OCTETS
@@ -65,7 +75,7 @@ class Inference:
     async def _read(self, request: Request, body: Buffer, model: str, version: str) -> tuple[InferRequest, bool]:
         length = header_length(request.headers.get(HEADER_LENGTH), len(body))
         if length or HEADER_LENGTH not in request.headers:
-            wanted, binary = decode(model, version, body, length, self._limit)
+            wanted, binary = await unhurried(length, decode, model, version, body, length, self._limit)
             tensors = len(body) - length if length else 0
         else:
             wanted, binary = decode_raw(await self._service.metadata(model, version), body), True

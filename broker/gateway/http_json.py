@@ -8,11 +8,13 @@ finds them.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
-from collections.abc import Iterable
-from typing import Any, Final
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, ParamSpec, TypeVar
 
 import msgspec
 import numpy as np
@@ -28,7 +30,11 @@ INT64_MIN: Final = -(2**63)
 # An empty array is two bytes of JSON and 56 of memory: without a bound 64 MiB of them would be 2 GB.
 MAX_CONTAINERS: Final = 2**20
 _COUNT_FROM: Final = 1 << 20  # bytes of JSON; less cannot do harm
+_AT_ONCE: Final = 1 << 20  # bytes of JSON that take no longer than others can wait
 
+P = ParamSpec("P")
+T = TypeVar("T")
+_thread: Final = ThreadPoolExecutor(1, thread_name_prefix="json")  # one: JSON takes ten times its size while it is read
 _decode = msgspec.json.Decoder().decode
 _STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")
@@ -41,6 +47,13 @@ _TEXTS: Final = (
     ("Invalid \\escape", "Invalid escape character in string."),
     ("Invalid control character", "Invalid encoding in string."),
 )
+
+
+async def unhurried(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What `work` makes of `size` bytes of JSON, or of tensors to be JSON. Many take seconds: a thread does them."""
+    if size <= _AT_ONCE:
+        return work(*args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(_thread, lambda: work(*args, **kwargs))
 
 
 def parse(body: Buffer) -> Any:

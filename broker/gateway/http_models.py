@@ -10,7 +10,7 @@ import re
 from typing import Any, Final, final
 
 from broker.gateway.http_errors import internal, invalid, too_deep
-from broker.gateway.http_json import MISSING, as_bool, as_object, as_string, dumps, find, parse
+from broker.gateway.http_json import MISSING, as_bool, as_object, as_string, dumps, find
 from broker.gateway.http_message import Reply, Request, json_reply
 from broker.gateway.kserve import Service
 from shm.errors import Code, InferError
@@ -71,7 +71,7 @@ class Models:
 
     async def index(self, request: Request, repository: str) -> Reply:
         """POST /v2/repository/index; a repository's name is ignored, as in Triton."""
-        ready = find(_parse_index(request), "ready") if request.body else MISSING
+        ready = find(await _parse_index(request), "ready") if request.body else MISSING
         if ready is MISSING:
             ready = False
         elif type(ready) is not bool:
@@ -81,7 +81,7 @@ class Models:
     async def load(self, request: Request, repository: str, model: str) -> Reply:
         """POST …/models/M/load."""
         _check_repository(repository)
-        document = parse(request.body) if request.body else {}
+        document = await request.json() if request.body else {}
         found = find(document, "parameters")
         parameters = {} if found is MISSING else as_object(found)
         texts = {name: _load_parameter(name, as_string(value)) for name, value in parameters.items()}
@@ -91,7 +91,7 @@ class Models:
     async def unload(self, request: Request, repository: str, model: str) -> Reply:
         """POST …/models/M/unload."""
         _check_repository(repository)
-        document = parse(request.body) if request.body else {}
+        document = await request.json() if request.body else {}
         dependents = find(find(document, "parameters"), "unload_dependents")
         if dependents is MISSING:
             dependents = False
@@ -119,9 +119,9 @@ def _index_entry(entry: IndexEntry) -> dict[str, str]:
     return {name: value for name, value in fields.items() if value or name == "name"}
 
 
-def _parse_index(request: Request) -> Any:
+async def _parse_index(request: Request) -> Any:
     try:
-        return parse(request.body)
+        return await request.json()
     except InferError as error:
         # Triton's parser nests without bound, so that it comes to look at what is nested: it cannot be a boolean.
         raise _ready_is_no_boolean() if error.message == too_deep().message else error from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Final, final
 
 from broker.gateway.http_errors import SHM_DISABLED, invalid
-from broker.gateway.http_json import MISSING, as_string, as_uint, find, member, parse
+from broker.gateway.http_json import MISSING, as_string, as_uint, find, member
 from broker.gateway.http_message import Reply, Request, json_reply
 from broker.gateway.http_models import decode_base64
 from broker.gateway.kserve import Service
@@ -39,7 +39,7 @@ class Regions:
     async def system_register(self, request: Request, name: str) -> Reply:
         """POST /v2/systemsharedmemory/region/R/register."""
         self._check_register(name, "system")
-        document = parse(request.body)
+        document = await request.json()
         key = as_string(_field(document, "key"))
         offset = find(document, "offset")
         offset = 0 if offset is MISSING else as_uint(offset)
@@ -50,7 +50,7 @@ class Regions:
     async def cuda_register(self, request: Request, name: str) -> Reply:
         """POST /v2/cudasharedmemory/region/R/register."""
         self._check_register(name, "cuda")
-        document = parse(request.body)
+        document = await request.json()
         text = as_string(member(_field(document, "raw_handle"), "b64"))
         byte_size = as_uint(member(document, "byte_size"))
         device = as_uint(member(document, "device_id"))

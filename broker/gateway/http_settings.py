@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Final, final
 
 from broker.gateway.http_errors import invalid
-from broker.gateway.http_json import MISSING, as_array, as_bool, as_string, as_uint, find, parse
+from broker.gateway.http_json import MISSING, as_array, as_bool, as_string, as_uint, find
 from broker.gateway.http_message import Reply, Request, json_reply
 from broker.gateway.kserve import Service
 from shm.errors import Code, InferError
@@ -44,7 +44,7 @@ class SettingsEndpoints:
 
     async def set_log(self, request: Request) -> Reply:
         """POST /v2/logging: what is null or not named stays as it is."""
-        return json_reply(await self._service.log_settings(log_update(parse(request.body))))
+        return json_reply(await self._service.log_settings(log_update(await request.json())))
 
     async def trace(self, request: Request, model: str = "") -> Reply:
         """GET /v2/trace/setting, of one model or the global ones."""
@@ -54,7 +54,7 @@ class SettingsEndpoints:
     async def set_trace(self, request: Request, model: str = "") -> Reply:
         """POST /v2/trace/setting: null goes back to the global value."""
         await self._check_model(model)
-        return json_reply(await self._service.trace_settings(model, trace_update(parse(request.body))))
+        return json_reply(await self._service.trace_settings(model, trace_update(await request.json())))
 
     async def _check_model(self, model: str) -> None:
         if model and not await self._service.model_ready(model, ""):

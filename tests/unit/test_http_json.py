@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
+import threading
+from typing import Any
 
+import msgspec
 import pytest
 
 from broker.gateway import http_json
 from broker.gateway.http_json import as_bool, as_string, as_uint, dumps, find, member, parse, repeated
 from shm.errors import InferError
+from tests.fakes.http_endpoints import Asker
 
 
 def error_of(body: bytes) -> InferError:
@@ -126,3 +131,28 @@ def test_duplicate_keys_are_found_where_they_count() -> None:
 def test_the_last_of_duplicate_keys_counts_with_either_parser() -> None:
     assert parse(b'{"a":1,"a":2}') == {"a": 2}
     assert parse(b'{"a":1,"a":2,"b":NaN}')["a"] == 2
+
+
+@pytest.mark.parametrize("path", ["/v2/models/add1/infer", "/v2/models/add1/generate", "/v2/logging"])
+def test_much_json_is_read_and_written_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """A request of the largest size is seconds of work, in which nobody else would be served."""
+    threads: dict[int, set[str]] = {}
+
+    def decode(body: Any) -> Any:
+        threads.setdefault(len(body), set()).add(threading.current_thread().name)
+        return msgspec.json.decode(body)
+
+    monkeypatch.setattr(http_json, "_decode", decode)
+    rows: list[float] = [1.5] * (1 << 20)
+    for values in (rows[:4], rows):
+        document: dict[str, Any] = {"x": values}
+        if path.endswith("infer"):
+            document = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [len(values) // 4, 4], "data": values}]}
+        reply = Asker().ask("POST", path, document)
+        assert reply.status == 200
+        if path.endswith("infer"):
+            (output,) = json.loads(reply.parts[0])["outputs"]
+            assert output["data"] == [2.5] * len(values)
+    small, large = (threads[size] for size in sorted(threads))
+    assert small == {threading.current_thread().name}
+    assert large == {"json_0"}
