@@ -54,6 +54,7 @@ class RunDirectory:
 
         Raises AlreadyRunning, or RunDirectoryError for a directory that is not safely ours.
         """
+        path = os.path.abspath(path)  # a bare name has no parent to make, and one with a slash at its end has itself
         directory = _open_directory(path)
         try:
             return cls(path, _lock(path, directory))

@@ -22,6 +22,19 @@ def test_claim_creates_a_private_directory_and_socket(tmp_path):
     assert os.listdir(path) == []
 
 
+@pytest.mark.parametrize("path", ["run", "run/", "./run", "new/run/"])
+def test_paths_relative_to_where_serve_was_started(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    before = os.umask(0)
+    try:
+        run = RunDirectory.claim(path)
+    finally:
+        os.umask(before)
+    assert run.path == str(tmp_path / path)
+    assert stat.S_IMODE(os.stat(run.path).st_mode) == 0o700
+    run.release()
+
+
 def test_second_claim_names_the_holder(tmp_path):
     run = RunDirectory.claim(str(tmp_path))
     with pytest.raises(AlreadyRunning, match=rf"already running \(pid {os.getpid()}\)"):
