@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -33,10 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(USAGE, file=sys.stdout if asked_for_help else sys.stderr)
         return 0 if asked_for_help else 1
     try:
-        return command(given[1:])
+        status = command(given[1:])
+        sys.stdout.flush()
+        return status
     except UsageError as error:
         print(error, file=sys.stderr)
-        return 1
+    except BrokenPipeError:  # `tensorbroker status | head`: who read has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter flushes into it at exit
+    return 1
 
 
 def _serve(arguments: list[str]) -> int:

@@ -4,6 +4,8 @@ import array
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 import threading
 
 import msgpack
@@ -91,3 +93,15 @@ def test_tables_for_people():
     assert "tensorbroker 0.1, pid 7, up 12 s, in /run/x" in text
     assert "cpu/default, gpu0/default" in text
     assert "session |" not in text  # no sessions, no table
+
+
+def test_a_reader_that_has_seen_enough(tmp_path):
+    (tmp_path / "models").mkdir()
+    command = [sys.executable, "-m", "broker", "check", str(tmp_path / "models")]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False)
+    finally:
+        os.close(writer)
+    assert (ended.returncode, ended.stderr) == (1, b"")
