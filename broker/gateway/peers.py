@@ -2,8 +2,9 @@
 
 Shared memory is the broker's own uid's: a TCP peer on the loopback interface whose socket belongs to that uid
 (`broker.gateway.sock_diag`), a Unix socket's peer of that uid (SO_PEERCRED), and whoever could open gRPC's Unix socket,
-which is that uid's alone. A request that a proxy forwarded is the proxy's user's, who may be anybody: it has no
-principal wherever it comes from. Everybody without one may still send tensors inline.
+which is that uid's alone. A request that a proxy forwarded is the proxy's user's, and one that a browser sends for a
+page is the page's author's; both may be anybody: such requests have no principal wherever they come from. Everybody
+without one may still send tensors inline.
 
 Nothing is remembered by address: each request that names a region asks anew, since another process may have the port
 by then. What cannot be found out counts as remote.
@@ -30,6 +31,8 @@ COMPLAIN_S = 1.0
 KSERVE = "kserve"  # the scope of HTTP and gRPC
 FORWARDED = frozenset({"forwarded", "via", "x-real-ip", "x-client-ip", "x-cluster-client-ip", "true-client-ip"})
 FORWARDED_PREFIXES = ("x-forwarded-", "x-original-forwarded-", "x-envoy-external-", "cf-connecting-")
+# What a browser says of every POST of a page, and no page can leave out: any page on the web may send one to 127.0.0.1.
+OF_A_PAGE = frozenset({"origin", "sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest"})
 _log = logging.getLogger(__name__)
 _LOOPBACK6 = socket.inet_pton(socket.AF_INET6, "::1")
 _GRPC_TCP = re.compile(r"ipv[46]:(?P<address>.+):(?P<port>\d{1,5})")
@@ -167,6 +170,8 @@ def forwarded_by(headers: Mapping[str, str]) -> str:
         lower = name.lower()
         if lower in FORWARDED or lower.startswith(FORWARDED_PREFIXES):
             return f"a proxy forwarded the request: it has a header {lower[:64]!r}"
+        if lower in OF_A_PAGE:
+            return f"a browser sent the request for a web page: it has a header {lower!r}"
     return ""
 
 

@@ -162,6 +162,8 @@ FORWARDERS = [
     "X-Real-IP",
     "True-Client-IP",
     "CF-Connecting-IP",
+    "Origin",
+    "Sec-Fetch-Site",
 ]
 
 
@@ -178,7 +180,7 @@ def callers(kernel: Kernel) -> dict[str, Callable[[str], Caller]]:
 
 @pytest.mark.parametrize("front_end", callers(Kernel()))
 @pytest.mark.parametrize("name", FORWARDERS)
-def test_what_a_proxy_forwards_has_no_principal(front_end: str, name: str) -> None:
+def test_what_a_proxy_forwards_or_a_web_page_sends_has_no_principal(front_end: str, name: str) -> None:
     make = callers(Kernel())[front_end]
     assert make(name).principal is None
     assert name.lower() in make(name).refusal
