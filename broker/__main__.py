@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
 from broker.flags import UsageError
+from broker.logs import drop_stdout
 from broker.options import Parser, parse_serve
 
 USAGE = """usage: tensorbroker COMMAND …
@@ -35,12 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if asked_for_help else 1
     try:
         status = command(given[1:])
-        sys.stdout.flush()
+        print(end="", flush=True)
         return status
     except UsageError as error:
         print(error, file=sys.stderr)
     except BrokenPipeError:  # `tensorbroker status | head`: who read has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter flushes into it at exit
+        drop_stdout()
     return 1
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import time
 from typing import final
 
@@ -66,3 +67,18 @@ def set_up(options: LogOptions) -> None:
     handler.addFilter(lambda record: wanted.get(record.levelno, True))
     logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[handler], force=True)
     logging.getLogger("asyncio").setLevel(logging.INFO)
+
+
+def say(text: str) -> None:
+    """A line on stdout for whoever started us, who may have closed it by now."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        drop_stdout()
+
+
+def drop_stdout() -> None:
+    """Nobody reads it. What is left goes nowhere: else the interpreter would fail on it when it exits."""
+    nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)

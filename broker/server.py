@@ -139,7 +139,7 @@ class Server:
                 log.error("%s", problem)
             elif not self._stop.is_set():
                 log.info("Started session service at %s", self._run.socket_path)
-                print(f"tensorbroker is ready: {self._run.socket_path}", flush=True)
+                logs.say(f"tensorbroker is ready: {self._run.socket_path}")
                 await self._stop.wait()
         finally:
             orphans.cancel()

@@ -52,6 +52,17 @@ def test_sigterm_ends_it_with_status_0_and_says_goodbye(repository, tmp_path):
         assert "Signal (15) received." in broker.log()
 
 
+def test_nobody_need_read_what_it_prints(repository, tmp_path):
+    with Broker(repository, tmp_path / "run") as broker:
+        assert broker.process.stdout is not None
+        broker.process.stdout.close()
+        eventually(lambda: "Started session service" in broker.log())
+        assert broker.client().ask("ListRegions")["type"] == "Regions"
+        broker.process.send_signal(signal.SIGTERM)
+        assert broker.process.wait(LIMIT_S) == 0
+        assert "Traceback" not in broker.log()
+
+
 def test_sigterm_under_load_ends_every_request_once_and_loses_none_that_was_accepted(repository, tmp_path):
     with Broker(repository, tmp_path / "run") as broker:
         client = broker.ready().client()
