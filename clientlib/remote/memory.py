@@ -10,6 +10,7 @@ Called by `clientlib.remote.core`.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import secrets
@@ -24,6 +25,8 @@ from shm.errors import Code, InferError
 from shm.regions import check_pool, open_system, reserve
 
 _LOCAL = re.compile(r"local\.(\d{1,10})\.(\d{1,10})\.(\d{1,20})\.(\d{1,19})", re.ASCII)
+_OURS = re.compile(r"tensorbroker\.\d{1,10}\.[0-9a-f]{16}", re.ASCII)  # what `create_system` makes
+_OBJECTS = "/dev/shm"
 _SYSTEM = re.compile(r"system\.(\d{1,19})\.(\d{1,19})\.(/?[A-Za-z0-9_.-]{1,254})", re.ASCII)
 
 
@@ -42,12 +45,14 @@ class Opened:
 
 def create_system(name: str, byte_size: int) -> Opened:
     """A new POSIX object with all its pages, for a transport that shares memory. `remove` its key after use."""
+    _remove_orphans()
     key = f"/tensorbroker.{os.getpid()}.{secrets.token_hex(8)}"
     try:
         fd = posix_ipc.SharedMemory(key, posix_ipc.O_CREX, mode=0o600).fd
     except OSError as error:
         raise InferError(Code.UNAVAILABLE, f"cannot make shared memory for region '{name}': {error}") from None
     try:
+        fcntl.flock(fd, fcntl.LOCK_SH)  # as long as it is mapped here, with or without a descriptor
         os.ftruncate(fd, byte_size)
         reserve(fd, 0, byte_size)
     except BaseException as error:
@@ -57,6 +62,26 @@ def create_system(name: str, byte_size: int) -> Opened:
             raise InferError(Code.UNAVAILABLE, f"cannot make {byte_size} bytes of shared memory: {error}") from None
         raise
     return Opened(fd, byte_size, kind="system", key=key)
+
+
+def _remove_orphans() -> None:
+    """Objects of clients that were killed: nobody holds their lock. (A pid says nothing across containers.)"""
+    with contextlib.suppress(OSError), os.scandir(_OBJECTS) as entries:
+        for name in [entry.name for entry in entries if _OURS.fullmatch(entry.name)]:
+            with contextlib.suppress(OSError):
+                _remove_orphan(os.path.join(_OBJECTS, name))
+
+
+def _remove_orphan(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        status = os.fstat(fd)
+        if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_size:  # else it is being made, and not locked yet
+                os.unlink(path)
+    finally:
+        os.close(fd)
 
 
 def remove(key: str, made_by: int) -> None:

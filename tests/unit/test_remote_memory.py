@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +70,27 @@ class TestShared:
         client.close()
         assert self.objects() == []
         view[:] = 1
+
+    def test_those_of_a_killed_client_go_when_the_next_one_makes_some(self, near, sharing):
+        code = """
+            import sys
+            from tests.fakes.remote import FakeTransport, client_on
+            client = client_on(FakeTransport(shares_memory=True))
+            client.create_region("r", 4096)
+            print("made", flush=True)
+            sys.stdin.read()
+        """
+        command = [sys.executable, "-c", textwrap.dedent(code)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+            assert other.stdout.readline() == b"made\n"
+            (theirs,) = Path("/dev/shm").glob(f"tensorbroker.{other.pid}.*")
+            near.create_region("a", 4096)
+            assert theirs.exists()
+            other.kill()
+            other.wait()
+        near.create_region("b", 4096)
+        assert not theirs.exists()
+        assert len(self.objects()) == 2
 
     def test_memory_is_in_use_until_the_server_is_done(self, near, sharing):
         sharing.answers = None
