@@ -221,7 +221,8 @@ class Models:
             raise InferError(Code.UNAVAILABLE, NOT_EXPLICIT)
 
     def _failed(self, failure: LoadFailure) -> None:
-        _log.error("failed to load '%s': %s", failure.name, failure.reason)
+        start = f"failed to load '{failure.name}'"  # some reasons say it themselves, as Triton's do
+        _log.error("%s", failure.reason if failure.reason.startswith(start) else f"{start}: {failure.reason}")
         self._models.setdefault(failure.name, _Model()).failure = failure.reason
 
     def _lost(self, model: str, number: int, generation: int, reason: str) -> None:
