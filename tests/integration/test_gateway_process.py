@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import os
 import re
@@ -165,34 +167,34 @@ def test_sigterm_ends_everything_with_status_0(repository, tmp_path):
         assert not re.search(r"^E\d{4}", log, re.MULTILINE), log
 
 
-def pending(client, model):
-    rows = client.ask("GetStatus")["status"]["models"]
-    return next(row["pending"] for row in rows if row["name"] == model)
-
-
-def ask_unruly(broker, tag, seconds):
-    """Status and body of a request that takes `seconds`."""
+def unruly_request(tag, seconds):
+    """Path and document of a request that takes `seconds`."""
     inputs = [
         {"name": "act", "datatype": "INT64", "shape": [1], "data": [list(ACTS).index("nap")]},
         {"name": "x", "datatype": "FP32", "shape": [4], "data": [tag, seconds, 0, 0]},
     ]
-    return broker.post("/v2/models/unruly/infer", {"inputs": inputs})
+    return "/v2/models/unruly/infer", {"inputs": inputs}
 
 
 def test_sigterm_loses_no_request_that_was_accepted(tmp_path):
     repository = unruly.write(tmp_path / "repository")
-    with Gateway(repository, tmp_path / "run") as broker, ThreadPoolExecutor() as threads:
+    with Gateway(repository, tmp_path / "run") as broker, contextlib.ExitStack() as stack:
         broker.ready()
-        assert ask_unruly(broker, 0, 0.0)[0] == 200
-        client = broker.client()
-        running = [threads.submit(ask_unruly, broker, tag, 0.5) for tag in (1, 2)]
-        eventually(lambda: pending(client, "unruly"), "they wait for each other")
+        assert broker.post(*unruly_request(0, 0.0))[0] == 200
+        asked = []
+        for tag in range(1, 7):  # some wait in the worker, some in the gateway
+            connection = http.client.HTTPConnection("127.0.0.1", broker.ports["http"], timeout=LIMIT_S)
+            stack.callback(connection.close)
+            path, document = unruly_request(tag, 0.4)
+            connection.request("POST", path, json.dumps(document))
+            asked.append(connection)
+        assert broker.get(READY)[0] == 200, "it has read what came before"
         broker.process.send_signal(signal.SIGTERM)
         refused = eventually(lambda: [each for each in [broker.get(READY)] if each[0] != 200])
-        answers = [each.result() for each in running]
+        answers = [connection.getresponse() for connection in asked]
+        assert [answer.status for answer in answers] == [200] * 6
+        assert [json.load(answer)["outputs"][0]["data"][0] for answer in answers] == [2, 3, 4, 5, 6, 7]
         assert broker.process.wait(LIMIT_S) == 0
-        assert [status for status, _ in answers] == [200, 200]
-        assert [answer["outputs"][0]["data"][0] for _, answer in answers] == [2, 3]
         assert refused == [(503, b'{"error":"Server exiting"}')]
         assert "model versions that have in-flight inferences" in broker.log()
 
@@ -201,7 +203,7 @@ def test_what_takes_longer_than_the_exit_timeout_ends_with_status_1(tmp_path):
     repository = unruly.write(tmp_path / "repository")
     with Gateway(repository, tmp_path / "run", "--exit-timeout-secs=1") as broker, ThreadPoolExecutor() as threads:
         broker.ready()
-        running = threads.submit(ask_unruly, broker, 7, 30.0)
+        running = threads.submit(broker.post, *unruly_request(7, 30.0))
         eventually(lambda: unruly.runs(repository, "unruly", 7))
         family = broker.descendants()
         broker.process.send_signal(signal.SIGTERM)
