@@ -47,7 +47,9 @@ BURST = 16  # datagrams of one session per turn of the loop
 MAX_WAITING = 256  # requests
 AT_ONCE = 64  # requests of a gateway that run
 MAX_WAITING_BYTES = 4 << 20
-MAX_OUTBOX_BYTES = 256 << 10
+MAX_OUTBOX_BYTES = 256 << 10  # of replies that a client has not read
+# A gateway's event loop may be busy while all its calls are answered: reading none for a moment must not be its end.
+GATEWAY_OUTBOX_BYTES = MAX_OUTBOX_BYTES + AT_ONCE * MAX_DATAGRAM
 MAX_ERRORS = 100  # undecodable datagrams in a row
 
 
@@ -294,7 +296,8 @@ class Session:
             except BlockingIOError:
                 self._loop.add_writer(self._socket, self._flush)
                 self._watch_progress()
-        if self._outbox_bytes + len(data) > MAX_OUTBOX_BYTES:
+        limit = GATEWAY_OUTBOX_BYTES if self.peer.role == GATEWAY else MAX_OUTBOX_BYTES
+        if self._outbox_bytes + len(data) > limit:
             self.end(f"does not read: {self._outbox_bytes} bytes of replies are waiting")
             return
         # Duplicates, because the caller's may be closed, and their numbers used again, before these are sent.

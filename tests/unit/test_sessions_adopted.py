@@ -12,7 +12,8 @@ import pytest
 from broker.listener import Sessions
 from broker.records import CLIENT, GATEWAY, Peer
 from broker.sessions import AT_ONCE, Answer
-from shm.messages import Done, Welcome
+from shm.gateway_messages import Config
+from shm.messages import MAX_DATAGRAM, Done, Welcome
 from tests.fakes.processes import descriptors, in_loop, until
 
 
@@ -24,6 +25,7 @@ class Service:
         self.ended = []
         self.peers = set()
         self.go = asyncio.Event()
+        self.reply = Done()
 
     async def welcome(self, session):
         return Welcome(protocol=1, epoch="e", session=session.peer.session, version="0")
@@ -36,7 +38,7 @@ class Service:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        return Answer(Done())
+        return Answer(self.reply)
 
     async def end(self, peer):
         self.ended.append((peer.session, self.cancelled))
@@ -161,3 +163,21 @@ async def test_what_runs_is_cancelled_before_anything_is_given_back():
     end.close()
     await session.closed
     assert service.ended == [(session.peer.session, 3)]
+
+
+@in_loop
+async def test_a_gateway_may_be_busy_while_all_its_calls_are_answered():
+    service = Service()
+    service.reply = Config(config="x" * (MAX_DATAGRAM - 100))
+    service.go.set()
+    sessions = Sessions(service)
+    end, _ = pair(sessions)
+    await greet(end)
+    numbers = list(range(2, 2 + AT_ONCE))
+    for number in numbers:
+        send(end, "ListRegions", number)
+    await until(lambda: len(service.began) == AT_ONCE)
+    answers = [await receive(end) for _ in numbers]
+    assert sorted(answer["id"] for answer in answers) == numbers
+    await sessions.end_all("the test is over")
+    end.close()
