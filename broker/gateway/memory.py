@@ -11,13 +11,40 @@ import asyncio
 import ctypes
 import resource
 from pathlib import Path
-from typing import Final
+from typing import Final, final
 
 LOOK_S: Final = 2.0
-WORTH: Final = 64 << 20  # bytes that it must have grown by since the last time
-TRIMS: Final = 2  # at as many looks: what made it grow may not have ended at the first
+WORTH: Final = 64 << 20  # bytes that it must have grown by since the last time, or hold more than ever before
+LONGEST: Final = 32  # looks between two trims while it holds them: about a minute
 
 _PAGE: Final = resource.getpagesize()
+
+
+@final
+class Pace:
+    """At which looks to trim: at once after growth, and again, ever less often, as long as what grew is still there.
+    What made it grow may end much later: a client that does not read its results holds them as long as it likes.
+    """
+
+    def __init__(self, private: int) -> None:
+        self._before = self._least = private
+        self._pause = self._left = 0  # looks; 0: nothing to trim
+
+    def look(self, private: int) -> bool:
+        """Trim now, with `private` bytes?"""
+        large, grown = private >= self._least + WORTH, private >= self._before + WORTH
+        self._before, self._least = private, min(private, self._least)
+        if not large:
+            self._pause = 0
+            return False
+        if grown or not self._pause:
+            self._pause = self._left = 1
+        self._left -= 1
+        if self._left:
+            return False
+        self._left = self._pause
+        self._pause = min(2 * self._pause, LONGEST)
+        return True
 
 
 async def keep_trimmed() -> None:
@@ -26,15 +53,11 @@ async def keep_trimmed() -> None:
     if trim is None:  # not glibc's allocator
         return
     loop = asyncio.get_running_loop()
-    before, trims = private_bytes(), 0
+    pace = Pace(private_bytes())
     while True:
         await asyncio.sleep(LOOK_S)
-        if private_bytes() >= before + WORTH:
-            trims = TRIMS
-        if trims:
+        if pace.look(private_bytes()):
             await loop.run_in_executor(None, trim, 0)  # without the GIL
-            trims -= 1
-        before = private_bytes()
 
 
 def private_bytes() -> int:
