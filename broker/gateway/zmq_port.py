@@ -2,7 +2,8 @@
 
 Used by `zmq_server`. The listening socket is made here and given to libzmq (ZMQ_USE_FD), so that its mode, backlog and
 file are ours. libzmq aborts the process when accept() finds no descriptor left: long before that the file is hidden, so
-that nobody else connects. (Unbinding would end the connections that there are.)
+that nobody else connects. (Unbinding would end the connections that there are.) With few descriptors that is too late,
+and there is no such socket: `enough_descriptors`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,17 @@ BACKLOG: Final = 128
 HANDSHAKE_MS: Final = 2000
 QUEUE: Final = 16  # messages per connection that libzmq holds, in each direction: replies can be large
 MAX_CONNECTIONS: Final = 1024
+# libzmq's thread accepts connections, the event loop counts them a moment later: 300 that came at once ended a gateway
+# with 256 descriptors. The difference to MAX_CONNECTIONS must last while the loop does something else.
+MIN_DESCRIPTORS: Final = 4 * MAX_CONNECTIONS
 LINGER_MS: Final = 200
 _EVENTS: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+
+
+def enough_descriptors() -> bool:
+    """Is the limit of open files such that no flood of connections can make libzmq end this process?"""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft >= MIN_DESCRIPTORS or soft == resource.RLIM_INFINITY
 
 
 class Sent(enum.Enum):

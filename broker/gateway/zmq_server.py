@@ -20,7 +20,7 @@ from broker.gateway.options import GatewayOptions
 from broker.gateway.zmq_clients import LIMITS, Client, Clients, watch
 from broker.gateway.zmq_codec import Refused, decode, encode, failure, inline_size
 from broker.gateway.zmq_journal import Journal, Session, started
-from broker.gateway.zmq_port import Port, Sent
+from broker.gateway.zmq_port import MIN_DESCRIPTORS, Port, Sent, enough_descriptors
 from broker.gateway.zmq_verbs import Verbs
 from shm import zmq_messages as words
 from shm.errors import Code, InferError, ProtocolError
@@ -57,6 +57,9 @@ class ZmqServer:
     async def start(self) -> list[str]:
         """Listen. Returns what to log. Raises OSError when the socket cannot be made."""
         if not self._options.zmq or self._options.index:
+            return []
+        if not enough_descriptors():
+            log.warning("ZeroMQ is off: it needs a limit of %d open files or more (`ulimit -Hn`)", MIN_DESCRIPTORS)
             return []
         self._loop = asyncio.get_running_loop()
         self._port = port = Port(self._options.directory, self._options.broker_uid)

@@ -65,7 +65,7 @@ def _register_infer_unregister(http: int, grpc: int, turns: int) -> dict[str, An
 
 def test_gateways_killed_while_others_register_infer_and_unregister(tmp_path: Path) -> None:
     """Two gateways on the same ports, one of which is killed now and then."""
-    turns = scaled(60, 1000)
+    turns = scaled(40, 1000)
     with VisitedLab(tmp_path, "--gateways=2") as lab:
         eventually(lambda: all(lab.gateway_pids()), "both run")
         offender = lab.start(_register_infer_unregister, http=lab.http, grpc=lab.grpc, turns=turns)

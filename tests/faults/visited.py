@@ -96,16 +96,16 @@ class VisitedLab(FrontDoors):
 
     def _region_rows(self) -> list[tuple[int, str, int]]:
         """Of others than gateways, whose own are the places of plans that they keep."""
-        return [row for row in super()._region_rows() if row[0] not in self._gateway_sessions()]
+        return [row for row in super()._region_rows() if row[0] not in self.gateway_sessions()]
 
-    def _gateway_sessions(self) -> set[int]:
+    def gateway_sessions(self) -> set[int]:
         status = self.status()
         pids = {row["pid"] for row in status["gateways"]}
         return {row["id"] for row in status["sessions"] if row["pid"] in pids}
 
     def _places(self) -> int:
         """Regions of the gateways' own, aliases not counted."""
-        sessions = self._gateway_sessions()
+        sessions = self.gateway_sessions()
         regions = self.status()["regions"]
         return sum(row["session"] in sessions and row["name"].startswith("clientlib.") for row in regions)
 
