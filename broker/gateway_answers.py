@@ -18,7 +18,6 @@ from shm import messages
 from shm.errors import Code, InferError
 from shm.gateway_messages import (
     Config,
-    EndPrincipal,
     GetConfig,
     GetIndex,
     GetMetrics,
@@ -103,12 +102,6 @@ async def use_region(parts: Parts, peer: Peer, request: UseRegion) -> Answer:
     return Answer(region_info(entry), (entry.fd,))
 
 
-async def end_principal(parts: Parts, peer: Peer, request: EndPrincipal) -> Answer:
-    """Answered as UnregisterFor."""
-    await parts.principals.end(request.principal)
-    return Answer(messages.Done())
-
-
 async def serving(parts: Parts, peer: Peer, request: Serving) -> Answer:
     """A gateway listens, or says why it cannot."""
     if parts.on_serving is not None:
@@ -178,7 +171,6 @@ ANSWERS: dict[type[Message], Function[Any]] = {
     UnregisterFor: _for_gateways(unregister_for),
     ListFor: _for_gateways(list_for),
     UseRegion: _for_gateways(use_region),
-    EndPrincipal: _for_gateways(end_principal),
     Serving: _for_gateways(serving),
     GetConfig: get_config,
     GetIndex: get_index,

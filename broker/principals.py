@@ -118,10 +118,6 @@ class Principals:
         self._unused_since.pop(entry.generation, None)
         return self._registry.alias(gateway, entry)
 
-    async def end(self, principal: Principal) -> None:
-        """Its client is gone."""
-        await self.unregister(principal, "", "")
-
     # --- the reaper ------------------------------------------------------------------------------------------------
 
     async def keep_reaping(self) -> None:

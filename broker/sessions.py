@@ -133,7 +133,8 @@ class Session:
         if self._ended:
             return
         self._ended = True
-        log.debug("session %d (pid %d) ends: %s", self.peer.session, self.peer.pid, reason)
+        level = logging.DEBUG if self.peer.role == "client" else logging.INFO
+        log.log(level, "session %d (pid %d) ends: %s", self.peer.session, self.peer.pid, reason)
         for timer in (self._hello, self._stalled):
             if timer:
                 timer.cancel()

@@ -75,12 +75,6 @@ class UseRegion(Message, frozen=True, kw_only=True, tag=True):
     name: Name
 
 
-class EndPrincipal(Message, frozen=True, kw_only=True, tag=True):
-    """Its client is gone: everything it owned goes."""
-
-    principal: Principal
-
-
 class Serving(Message, frozen=True, kw_only=True, tag=True):
     """The gateway listens (`lines`: what to log, one per service), or cannot (`error` says why)."""
 

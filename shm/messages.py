@@ -19,7 +19,7 @@ Client → broker (reply):
     GetConfig → Config       GetIndex → Index       GetServer → ServerState   GetMetrics → Metrics
     LogSettings, TraceSettings → Settings
 Gateway → broker, on behalf of a principal (reply):
-    RegisterFor → RegionInfo UnregisterFor, EndPrincipal → Done    ListFor → Regions
+    RegisterFor → RegionInfo UnregisterFor → Done     ListFor → Regions
     UseRegion → RegionInfo + 1 fd                Serving → Done
 Broker → client, unasked (id 0): Starting, Goodbye; to gateways: Exiting, Settings (of the log, when they have changed).
 A reply larger than 64 KiB is sent as `Large` + 1 fd: a memfd that holds the encoded reply.
@@ -34,7 +34,6 @@ import msgspec
 from shm.errors import ProtocolError
 from shm.gateway_messages import (
     Config,
-    EndPrincipal,
     Exiting,
     GetConfig,
     GetIndex,
@@ -277,7 +276,6 @@ Request = (
     | UnregisterFor
     | ListFor
     | UseRegion
-    | EndPrincipal
     | Serving
 )
 Reply = (

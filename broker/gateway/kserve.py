@@ -194,7 +194,7 @@ class Service(Protocol):
         """For the caller's principal."""
 
     async def unregister(self, caller: Caller, kind: str, name: str) -> None:
-        """`kind`: "system" or "cuda"; `name` "": all of the caller's of that kind. Unknown names succeed."""
+        """`kind`: "system", "cuda", "" for any; `name` "": all of the caller's of it. Unknown names succeed."""
 
     async def regions(self, caller: Caller, kind: str, name: str) -> list[RegionRecord]:
         """Those of the caller, sorted by name; a `name` that is missing or of the other kind is NOT_FOUND."""

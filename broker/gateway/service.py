@@ -219,7 +219,7 @@ class GatewayService:
         await self.shared.register_cuda(caller, name, handle, device, byte_size)
 
     async def unregister(self, caller: Caller, kind: str, name: str) -> None:
-        """`kind`: "system" or "cuda"; `name` "": all of the caller's of that kind. Unknown names succeed."""
+        """`kind`: "system", "cuda", "" for any; `name` "": all of the caller's of it. Unknown names succeed."""
         await self.shared.unregister(caller, kind, name)
 
     async def regions(self, caller: Caller, kind: str, name: str) -> list[RegionRecord]:

@@ -47,8 +47,7 @@ class Verbs:
 
     async def forget(self, client: Client) -> None:
         """The client is gone, and so is everything it registered."""
-        for kind in ("system", "cuda"):
-            await self._service.unregister(client.caller, kind, "")
+        await self._service.unregister(client.caller, "", "")
 
     # --- inference -------------------------------------------------------------------------------------------------
 

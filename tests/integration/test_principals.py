@@ -154,7 +154,7 @@ def on_core(body: Body) -> Callable[..., None]:
                 await until(lambda: not len(core.sessions))
                 await core.sessions.end_all("the test is over")
             for principal in list(core.control.principals._peers):
-                await core.control.principals.end(principal)
+                await core.control.principals.unregister(principal, "", "")
             assert list(core.registry) == []
             assert core.registry.quota.total == 0
         finally:
@@ -292,7 +292,6 @@ def test_only_gateways_act_for_principals(core: Core, gate: Gate, names: Names) 
         ("UnregisterFor", {"principal": ME}),
         ("ListFor", {"principal": ME}),
         ("UseRegion", {"principal": ME, "name": "r"}),
-        ("EndPrincipal", {"principal": ME}),
         ("Serving", {"lines": ["forged"]}),
     ):
         answer = client.ask(kind, **fields)
@@ -302,7 +301,7 @@ def test_only_gateways_act_for_principals(core: Core, gate: Gate, names: Names) 
     register(gateway, "r", key)
     assert client.ask("Unregister")["type"] == "Done"
     assert listed(gateway) == [("r", "active")]
-    assert gateway.ask("EndPrincipal", principal=ME)["type"] == "Done"
+    assert gateway.ask("UnregisterFor", principal=ME)["type"] == "Done"
     assert listed(gateway) == []
 
 

@@ -90,7 +90,7 @@ def scenario(body: Scenario) -> Callable[[Shm], None]:
             try:
                 await body(registry, principals, shm)
                 for principal in (ME, OTHER):
-                    await principals.end(principal)
+                    await principals.unregister(principal, "", "")
                 await registry.unregister(ONE.session)
                 assert (len(principals), list(registry), registry.quota.total) == (0, [], 0)
             finally:
@@ -263,7 +263,7 @@ async def test_regions_outlive_gateways(registry: Registry, principals: Principa
     assert await names(principals) == ["r"]
     assert principals.use(TWO, ME, "r").inode == alias.inode
     await registry.unregister(TWO.session)
-    await principals.end(ME)
+    await principals.unregister(ME, "", "")
     assert len(principals) == 0
 
 
