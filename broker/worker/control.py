@@ -200,8 +200,8 @@ class Control:
         if region is None:
             return True
         running = any(plan.busy.find(1) >= 0 and plan.names(region) for plan in self._all_plans())
-        self._acknowledge(message.id, messages.USED if region.used or running else "")
-        region.used = False
+        used, region.used = region.used, False  # before the answer, which a request may follow at once
+        self._acknowledge(message.id, messages.USED if used or running else "")
         return False
 
     def _on_BindPlan(self, message: messages.BindPlan, fds: list[int]) -> bool:

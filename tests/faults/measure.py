@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+POOLS = 2  # threads that the broker's bounded pools may make later than the first look
 NO_MORE_THAN = 5.0  # seconds in which everything that a row cost must be given back
 
 
@@ -54,6 +55,6 @@ def excess(now: dict[str, Holdings], before: dict[str, Holdings], slack: int) ->
     found = []
     for process, held in now.items():
         for name, count, limit in zip(Holdings._fields, held, before.get(process, held), strict=True):
-            if count > limit + (slack if name == "maps" else 0):
+            if count > limit + {"maps": slack, "threads": POOLS}.get(name, 0):
                 found.append(f"{process}: {name} {limit} → {count}")
     return found

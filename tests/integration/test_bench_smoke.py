@@ -44,6 +44,7 @@ NETWORKS = {
     f"{network}, {load}"
     for network in ("squeezenet", "resnet50")
     for load in (
+        "4 clients, batches ≤ 4, an instance per core",
         "4 clients, batches ≤ 4",
         "4 clients, batches ≤ 2",
         "8 clients, batches ≤ 8",
