@@ -42,7 +42,7 @@ def subreaper() -> Iterator[None]:
     try:
         yield
     finally:
-        left = children()
+        left = {pid: name_of(pid) for pid in children()}
         for pid in left:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
