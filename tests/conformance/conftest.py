@@ -21,7 +21,7 @@ from tests.fakes.gateways import Gateway, url_of
 TRANSPORTS = ("native", "zmq", "grpc", "http")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     repository = models.write_samples(tmp_path_factory.mktemp("repository"))
     models.write_model(repository, "slow", long_run(), config="max_batch_size: 0\n")

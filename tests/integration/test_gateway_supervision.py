@@ -90,7 +90,7 @@ async def running(what, directory=".", count=1):
             await gateways.end()
             for session in sessions.open:
                 session.end()
-        assert descriptors() == before
+        assert not descriptors() - before  # others may be collected meanwhile
 
 
 @in_loop
