@@ -23,6 +23,8 @@ from shm.worker_channel import WorkerChannel
 
 HOT_NS = 5_000_000
 SPIN_NS = 50_000
+GAVE_WAY_NS = 60_000  # a yield that took longer let somebody else run
+LONG_SPIN_NS = 1_000_000  # where requests come at such intervals, as from one client through a gateway
 LATE_S = 0.3  # how late a ring may come without being called lost
 BOUND_S = 0.05  # longest sleep while requests are outstanding
 IDLE_S = 3600.0
@@ -44,6 +46,8 @@ class HotSet:
         self._on_broken = on_broken
         self._on_traffic = on_traffic
         self._fence = Fence()
+        self._idle_since = 0  # when there was nothing to do any more; 0: there is
+        self._interval = 2 * LONG_SPIN_NS  # typical, from there to the next request
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # ours alone: may be read
         self._epoll.register(self._wake, select.EPOLLIN)
@@ -77,23 +81,45 @@ class HotSet:
                 self._close(channel)
 
     def spin(self, bookkeeping: Callable[[], None]) -> bool:
-        """Look at the hot channels for a while, until one has something; the cold ones ring."""
+        """Look at the hot channels for a while, until one has something; the cold ones ring.
+
+        Waking a core that was halted costs 50 µs and more, and what the caches held. So it is worth looking for as long
+        as the next request has typically taken to come, up to a bound, and while nobody else wants this core.
+        """
         if not self.hot or not FENCE_IS_FULL:
             return False
-        end = _now() + SPIN_NS
+        began = self._idle_since = _now()
+        end = began + self._patience()
         looks = [(channel.words, channel.head) for channel in self.hot if not channel.broken]
         sweep = 0
-        while _now() < end:
+        now, gave_way = began, False
+        while now < end and not (gave_way and now - began > SPIN_NS):
+            os.sched_yield()
             for words, head in looks:
                 if words[TAIL] != head:
+                    self._came()
                     return True
-            os.sched_yield()
+            before, now = now, _now()
+            gave_way = now - before > GAVE_WAY_NS
             sweep += 1
             if sweep == SETTLED:  # not at once: on a shared core the client waits for us to yield
                 bookkeeping()
             if not sweep & 15 and self.poll(0.0):
                 return True
         return False
+
+    def _patience(self) -> int:
+        """How long the next request is looked for: a quarter longer than it usually takes."""
+        if self._interval > LONG_SPIN_NS:
+            return SPIN_NS
+        return min(max(SPIN_NS, self._interval + (self._interval >> 2)), LONG_SPIN_NS)
+
+    def _came(self) -> None:
+        """Something to do: how long did it take to come?"""
+        if self._idle_since:
+            took = min(_now() - self._idle_since, 4 * LONG_SPIN_NS)
+            self._interval += took - self._interval >> 2
+            self._idle_since = 0
 
     def sleep(self, next_look: Callable[[], tuple[int, bool]]) -> None:
         """Sleep until a doorbell or the time that `next_look` names (0: none; and is anything outstanding?)."""
@@ -162,6 +188,7 @@ class HotSet:
 
     def _heat(self, channel: WorkerChannel) -> None:
         channel.last_traffic = _now()
+        self._came()
         if channel not in self.hot:
             channel.disarm()
             self.hot.append(channel)

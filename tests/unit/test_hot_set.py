@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from broker.worker.hot_set import HotSet
+from broker.worker import hot_set
+from broker.worker.hot_set import GAVE_WAY_NS, LONG_SPIN_NS, SPIN_NS, HotSet
 from shm.layout import ARMED
 from shm.statistics import BLOCK, REFUSED
 from tests.fakes.channel import PLAN, Plan, Twin, submit, take
@@ -136,3 +137,36 @@ def test_removing_a_channel_leaves_another_with_its_number_alone(watched, twin):
     submit(watched.client)
     assert watched.set.poll(0.0)
     assert watched.set.hot == [other]
+
+
+def come(watched, monkeypatch, interval_ns, times=20):
+    """Requests that come so long after there was nothing to do."""
+    for _ in range(times):
+        watched.set._idle_since = 1_000
+        monkeypatch.setattr(hot_set, "_now", lambda: 1_000 + interval_ns)
+        watched.set._came()
+    monkeypatch.undo()
+
+
+def test_requests_are_looked_for_as_long_as_they_usually_take(watched, monkeypatch):
+    assert watched.set._patience() == SPIN_NS, "nothing is known yet"
+    come(watched, monkeypatch, 10_000)
+    assert watched.set._patience() == SPIN_NS
+    come(watched, monkeypatch, 400_000)
+    assert 480_000 < watched.set._patience() <= 500_000
+    come(watched, monkeypatch, 900_000)
+    assert watched.set._patience() == LONG_SPIN_NS
+    come(watched, monkeypatch, 5_000_000)
+    assert watched.set._patience() == SPIN_NS, "what takes so long is not worth a core"
+
+
+def test_a_spin_ends_when_somebody_else_wants_the_core(watched, monkeypatch):
+    submit(watched.client)
+    watched.set.poll(0.0)
+    take(watched.worker)
+    come(watched, monkeypatch, 900_000)
+    clock = iter(range(0, 1 << 40, 2 * GAVE_WAY_NS))
+    monkeypatch.setattr(hot_set, "_now", lambda: next(clock))
+    looked = []
+    assert not watched.set.spin(lambda: looked.append(1))
+    assert next(clock) < LONG_SPIN_NS
