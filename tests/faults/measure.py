@@ -55,6 +55,7 @@ def excess(now: dict[str, Holdings], before: dict[str, Holdings], slack: int) ->
     found = []
     for process, held in now.items():
         for name, count, limit in zip(Holdings._fields, held, before.get(process, held), strict=True):
-            if count > limit + {"maps": slack, "threads": POOLS}.get(name, 0):
+            pools = POOLS if (process, name) == ("broker", "threads") else 0
+            if count > limit + pools + (slack if name == "maps" else 0):
                 found.append(f"{process}: {name} {limit} → {count}")
     return found
