@@ -68,12 +68,14 @@ class Request:
         "priority",
         "queue_ns",
         "rows",
+        "sequence",
         "signature",
         "slot",
         "started",
     )
 
     plan: BoundPlan | None
+    sequence: object  # what a sequence scheduler keeps of the sequence that this request belongs to
 
     def __init__(self, channel: Publishes, slot: int, entry: tuple[int, ...], plan: BoundPlan | None, now: int) -> None:
         self.channel = channel
@@ -88,6 +90,7 @@ class Request:
         self.rows = entry[6] or (plan.rows if plan is not None else 0)
         self.priority = entry[9]
         self.arrival = now
+        self.sequence = None
         self.attempts = 0
         self.started = False
         self.ended = Code.OK

@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "clientlib": ("shm", "clientlib"),
     "broker": ("shm", "broker"),
     "broker.repository": ("shm", "broker.repository"),
-    "broker.worker": ("shm", "broker.repository.config", "broker.worker"),
+    "broker.worker": ("shm", "broker.repository.config", "broker.repository.scheduling", "broker.worker"),
     "broker.gateway": ("shm", "clientlib", "broker.gateway", "broker.logs"),
 }
 # Only the named modules may import these first-party packages.

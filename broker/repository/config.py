@@ -8,6 +8,16 @@ from __future__ import annotations
 
 import msgspec
 
+from broker.repository.scheduling import (
+    BatchInput,
+    BatchOutput,
+    DynamicBatching,
+    Ensemble,
+    Resource,
+    SequenceBatching,
+    WarmUp,
+)
+
 RETRY = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}  # texts of that parameter
 
 
@@ -36,34 +46,16 @@ class TensorConfig(msgspec.Struct, frozen=True, kw_only=True):
     file_rank: int = -1
 
 
-class QueuePolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """What happens to requests that wait too long or are too many, per priority level."""
-
-    timeout_action: str = "REJECT"
-    default_timeout_microseconds: int = 0
-    allow_timeout_override: bool = False
-    max_queue_size: int = 0
-
-
-class DynamicBatching(msgspec.Struct, frozen=True, kw_only=True):
-    """How requests are joined to batches; absent means that each runs alone."""
-
-    preferred_batch_size: tuple[int, ...] = ()
-    max_queue_delay_microseconds: int = 0
-    preserve_ordering: bool = False
-    priority_levels: int = 0
-    default_priority_level: int = 0
-    default_queue_policy: QueuePolicy = QueuePolicy()
-    priority_queue_policy: dict[int, QueuePolicy] = {}
-
-
 class InstanceGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """`count` execution slots, on each of `gpus` when kind is KIND_GPU."""
+    """`count` execution slots, on each of `gpus` when kind is KIND_GPU. `resources`, `priority`: the rate limiter's."""
 
     name: str
     kind: str = "KIND_CPU"
     count: int = 1
     gpus: tuple[int, ...] = ()
+    passive: bool = False
+    resources: tuple[Resource, ...] = ()
+    priority: int = 1
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +78,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     output: tuple[TensorConfig, ...]
     instance_group: tuple[InstanceGroup, ...]
     dynamic_batching: DynamicBatching | None = None
+    sequence_batching: SequenceBatching | None = None
+    ensemble: Ensemble | None = None
+    batch_input: tuple[BatchInput, ...] = ()
+    batch_output: tuple[BatchOutput, ...] = ()
+    response_cache: bool = False
+    warm_up: tuple[WarmUp, ...] = ()
+    metric_tags: dict[str, str] = {}
     decoupled: bool = False
     stateful: bool = False
     parameters: dict[str, str] = {}

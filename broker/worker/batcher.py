@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Protocol, final
 
-from broker.repository.config import DynamicBatching
+from broker.repository.scheduling import DynamicBatching
 
 
 class Queued(Protocol):

@@ -240,7 +240,7 @@ class LoadedModel:
         instances, waiting = len(self.instances), min(len(self.queue), self.config.max_batch_size)
         if instances == 1 or waiting < 2 or not self._may_share:
             return 0
-        part = -(-waiting // instances)
+        part = max(1, waiting // instances)
         whole, piece = instance.typical.get(waiting, 0), instance.typical.get(part, 0)
         self.shares += 1
         if not whole or not piece or self.shares > RECHECK or 5 * whole * part < 4 * piece * waiting:

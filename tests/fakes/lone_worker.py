@@ -19,7 +19,8 @@ from types import TracebackType
 import msgspec
 import numpy as np
 
-from broker.repository.config import DynamicBatching, InstanceGroup, ModelConfig, TensorConfig
+from broker.repository.config import InstanceGroup, ModelConfig, TensorConfig
+from broker.repository.scheduling import DynamicBatching
 from broker.worker import messages
 from shm import sockets, statistics
 from shm.client_channel import ClientChannel

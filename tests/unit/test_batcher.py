@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from broker.repository.config import DynamicBatching
+from broker.repository.scheduling import DynamicBatching
 from broker.worker.batcher import DynamicBatcher, SingleQueue, queue_for
 
 US = 1000

@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from broker.repository.config import DynamicBatching, InstanceGroup, ModelConfig
+from broker.repository.config import InstanceGroup, ModelConfig
+from broker.repository.scheduling import DynamicBatching
 from broker.worker.backends import Context
 from broker.worker.model import MISSING, LoadedModel, instance_count
 from broker.worker.scheduler import SHORT_NS, Scheduler

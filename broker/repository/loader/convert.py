@@ -14,12 +14,13 @@ from google.protobuf import json_format
 from google.protobuf.descriptor import FieldDescriptor
 from tritonclient.grpc import model_config_pb2
 
-from broker.repository.config import DynamicBatching, InstanceGroup, ModelConfig, QueuePolicy, TensorConfig
+from broker.repository.config import InstanceGroup, ModelConfig, TensorConfig
 from broker.repository.loader.complete import is_scalar
 from broker.repository.loader.files import read_file
 from broker.repository.loader.onnx_file import FileTensor, Signature
 from broker.repository.loader.zero_copy import Verdict
 from broker.repository.scan import ModelDirectory
+from broker.repository.scheduling import DynamicBatching, QueuePolicy
 
 MAX_LABELS = 1 << 20  # bytes; the 21,843 classes of all of ImageNet have half of it
 

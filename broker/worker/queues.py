@@ -1,0 +1,46 @@
+"""What the schedulers of all kinds of models have in common: how `broker.worker.scheduler` asks them for work.
+
+A queue is a pure state machine: no clock, no thread, no memory of tensors. Its caller holds the scheduler's lock. Every
+request that `add` accepts leaves it exactly once: by `take`, `remove` or `late`.
+
+    batcher.SingleQueue, batcher.DynamicBatcher     requests that know nothing of each other
+    sequences.DirectSequences, OldestSequences      requests that belong to sequences
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from shm.admission import Request, Verdict
+
+Row = Request | None  # None: an empty slot of a sequence batch, which the model sees with READY off
+
+
+class Queue(Protocol):
+    """One per loaded model version. Times are CLOCK_MONOTONIC in ns."""
+
+    pinned: bool
+    """May `take` have work for one free instance and none for another? Then it is asked for each."""
+
+    def __len__(self) -> int:
+        """Requests that wait here."""
+
+    def add(self, request: Request, now: int) -> Verdict | None:
+        """Take the request in. A verdict: it was not, and ends with that (queue full, a rule of sequences broken)."""
+
+    def take(self, now: int, instance: int = 0, most: int = 0) -> Sequence[Row]:
+        """The next batch for the free instance with this index in its model, or () when there is none or it is worth
+        waiting until `due`. `most`: at most so many requests (0: as many as fit)."""
+
+    def due(self) -> int:
+        """When to ask `take` or `late` again if nothing else happens before; 0: nothing will change by itself."""
+
+    def done(self, instance: int, batch: Sequence[Row]) -> None:
+        """A batch that `take` gave has ended, however it ended."""
+
+    def remove(self, request: Request) -> bool:
+        """Drop a request that waits (cancelled, expired, its client is gone); False when it is not here."""
+
+    def late(self, now: int) -> list[tuple[Request, Verdict]]:
+        """Let those go that have waited longer than their policy allows, or whose sequence has timed out."""
