@@ -24,7 +24,9 @@ from shm.layout import (
     FINAL,
     NOTE_BYTES,
     NOTED,
+    PARKED,
     RING,
+    SENT,
     SUBMISSION,
     TAIL,
     WAITING,
@@ -190,6 +192,9 @@ class ClientChannel:
         return True
 
     def _ring(self, armed: int) -> None:
+        if armed == PARKED:  # all the worker lacks is the time: it will look before it runs anything else
+            self._words[SENT] = time.monotonic_ns()
+            return
         self._rung = armed
         _eventfd_write(self._bell, 1)  # fails when the counter is full: the worker has been rung often enough
 

@@ -7,8 +7,10 @@ Channel memfd (mapped by the client and the worker, both may write all of it):
      8  TAIL      client   submissions published: THE publication of a submission
      9  CONSUMED  client   completions read
     10  WAITING   client   0, or a stamp: ring me once for this stamp
+    11  SENT    client   CLOCK_MONOTONIC ns of the latest submission or cancel that found ARMED to be PARKED
     16  CTAIL     worker   completions published: THE COMMIT POINT, one store commits a whole batch
-    24  ARMED     worker   0, or a stamp: ring me once for this stamp (a channel without recent traffic is always armed)
+    24  ARMED     worker   0, or a stamp: ring me once for this stamp (a channel without traffic lately is armed),
+                           or PARKED: do not ring, nothing can begin to run before the worker looks by itself
     64  RING[4N]  client   slot | CANCEL; position p lies at p & (4N-1)
         SLOT[N]x8  client  one submission, `SUBMISSION`; word 7 is written by a cancel
         COMP[2N]x8 worker  one completion, `COMPLETION`
@@ -31,8 +33,9 @@ from typing import final
 
 from shm.memory import pages
 
-TAIL, CONSUMED, WAITING = 8, 9, 10
+TAIL, CONSUMED, WAITING, SENT = 8, 9, 10, 11
 CTAIL, ARMED = 16, 24
+PARKED = 1  # no stamp: those are times
 RING = 64
 CANCEL = 1 << 32  # in a RING word: look at the slot's cancel word
 

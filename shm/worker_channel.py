@@ -29,7 +29,9 @@ from shm.layout import (
     MARK,
     NOTE_BYTES,
     NOTED,
+    PARKED,
     RING,
+    SENT,
     STARTED,
     SUBMISSION,
     TAIL,
@@ -54,6 +56,7 @@ class WorkerChannel:
         "_ledger",
         "_ledger_memory",
         "_memory",
+        "_parked",
         "_pipe",
         "_ringing",
         "_rung",
@@ -94,6 +97,7 @@ class WorkerChannel:
         self.lock = threading.Lock()  # take and complete: a late DONE must not overwrite a new TAKEN
         self.head = self._ledger[HEAD]
         self._ctail = self._ledger[LEDGER_CTAIL]
+        self._parked = 0  # since when (ns); 0: it is not
         self._rung = 0  # the last stamp of WAITING that was rung for
         self.held = 0  # since when (arrival of a request) a client that sleeps has not been woken; 0: it has
         self._ringing = threading.Lock()  # ring and close: after it, the pipe's number may be another descriptor's
@@ -122,10 +126,24 @@ class WorkerChannel:
 
     def arm(self) -> None:
         """Ask to be rung; a fence and a last look at `pending` must follow before sleeping."""
+        self._parked = 0
         self.words[ARMED] = time.monotonic_ns()  # no predecessor can have slept under it
+
+    def park(self, now: int) -> None:
+        """No rings wanted: whoever finishes next looks, and before that nothing could begin to run."""
+        if not self._parked:
+            self._parked = now
+            self.words[ARMED] = PARKED
+
+    def _came(self, now: int) -> int:
+        """When the latest of what is about to be taken came, as far as its client may be believed."""
+        sent, since = self.words[SENT], self._parked
+        self._parked = now
+        return sent if since <= sent <= now else now
 
     def disarm(self) -> None:
         """No rings wanted: the worker is looking."""
+        self._parked = 0
         self.words[ARMED] = 0
 
     def published(self) -> int:
@@ -153,6 +171,7 @@ class WorkerChannel:
             if count:
                 self.broken = f"published {count} entries in a ring of {self._geometry.ring_mask + 1}"
             return []
+        came = self._came(now) if self._parked else now
         notable: list[tuple[Request, bool]] = []
         ring_mask, slots, submissions = self._geometry.ring_mask, self._geometry.slots, self._submissions
         live, ledger, memory, plans = self.live, self._ledger, self._memory, self.plans
@@ -167,7 +186,7 @@ class WorkerChannel:
                 if entry[0] != position + 1 or live[slot] is not None:
                     self.refused += 1
                     continue
-                request = live[slot] = Request(self, slot, entry, plans.get(entry[1]), now)
+                request = live[slot] = Request(self, slot, entry, plans.get(entry[1]), came)
                 ledger[MARK + slot] = (position + 1) << 16 | TAKEN
                 verdict = admit(request, entry[12], now)
                 if verdict is None:

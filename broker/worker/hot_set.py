@@ -133,6 +133,17 @@ class HotSet:
             self._look_for_lost(min(LATE_S, timeout - BOUND_S))
         self._cool(slept)
 
+    def park(self) -> None:
+        """Have the hot channels not ring although nobody looks: whoever finishes a batch will."""
+        now = _now()
+        for channel in self.hot:
+            channel.park(now)
+
+    def stir(self) -> None:
+        """Somebody looks again, all the time."""
+        for channel in self.hot:
+            channel.disarm()
+
     def _arm(self) -> bool:
         """Have the hot channels ring. False: one has something already, all stay hot."""
         for channel in self.hot:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import final
@@ -29,6 +30,7 @@ DEPOSE_NS = 10_000_000
 QUIET_NS = 100_000_000
 DRAIN_NS = 1_000_000
 TAKE_LIMIT = 64
+PARK_S = 0.025  # longest time that nobody looks at the channels
 _now = time.monotonic_ns
 
 
@@ -52,6 +54,8 @@ class Loop:
         self.stopping = False
         self.busy = False  # traffic lately: the control thread looks after the leader
         self._ran_inline: set[LoadedModel] = set()  # their statistics wait to be flushed
+        self._parked = False  # nobody leads: every instance is at work, and who finishes first will
+        self._room = threading.Event()  # ends that
         self._ran_short = False  # by a leader, since it slept last
         self._block = own_block
         self._taken = 0  # since the last flush
@@ -107,6 +111,7 @@ class Loop:
     def wake(self) -> None:
         """Make the leader look again."""
         self._set.wake()
+        self._unpark()
 
     def finished(self) -> bool:
         """Has everything that was admitted ended? What is refused comes and goes as fast as clients ask."""
@@ -127,9 +132,16 @@ class Loop:
             term = self.turn.take()
             batch = self._lead(term)
             self.turn.step_down(term)
+            if self._parked:
+                if batch is None:
+                    self._room.wait(self._patience())
+                elif not self.scheduler.saturated():
+                    self._unpark()
             while batch is not None:
                 was_alone = batch.alone
                 self._run(batch)
+                if self._parked:
+                    break  # to look at the channels first
                 batch = self.scheduler.due(_now())
                 if (batch is None or was_alone) and self.scheduler.waiting():
                     self.wake()  # the leader may sleep because this instance was taken
@@ -139,6 +151,8 @@ class Loop:
         scheduler = self.scheduler
         channel: WorkerChannel | None
         sweep = 0
+        if self._parked:
+            self._set.attend()  # cold channels have rung, and nobody has listened
         while not self.stopping:
             now = _now()
             found = False
@@ -170,6 +184,8 @@ class Loop:
                     self.end(scheduler.expired(now), *EXPIRED)
                 batch = scheduler.due(now)
             if batch is None and not found:
+                if self._park():
+                    return None
                 channel = None  # this frame must not keep a closed channel's memory mapped while it sleeps
                 self._pause()
             while batch is not None:
@@ -188,6 +204,32 @@ class Loop:
                 batch = scheduler.due(now) if more else None
         self._ring_held()
         return None
+
+    def _park(self) -> bool:
+        """Leave the channels alone until an instance is free: clients need not ring, and no thread wakes for what they
+        publish. With an instance per core, each ring would cost a running batch its core and its caches.
+        """
+        if self.scheduler.saturated():
+            self._flush()
+            self._set.park()
+            self._room.clear()
+            self._parked = True
+            if self.scheduler.saturated():  # who has finished meanwhile did not see that nobody leads
+                return True
+        if self._parked:
+            self._unpark()
+            self._set.stir()
+        return False
+
+    def _patience(self) -> float:
+        """How long the channels may be left alone."""
+        until, _ = self._next_look()
+        return min(max(0.0, (until - _now()) / 1e9), PARK_S) if until else PARK_S
+
+    def _unpark(self) -> None:
+        if self._parked:
+            self._parked = False
+            self._room.set()
 
     def _run_inline(self, channel: WorkerChannel, now: int, term: int, count: int) -> Inline:
         """The hot path: a request that nothing could be batched with, known to be short, goes straight to its model."""

@@ -183,6 +183,7 @@ class LoadedModel:
     __slots__ = (
         "_may_share",
         "alone",
+        "answers",
         "closed",
         "config",
         "copied",
@@ -209,6 +210,7 @@ class LoadedModel:
         self.alone = isinstance(self.queue, SingleQueue)  # every request runs alone
         # Does a lone request go as soon as an instance is free?
         self.immediate = batching is None or not batching.max_queue_delay_microseconds
+        self.answers = config.response_cache or config.ensemble is not None  # without an instance of its own
         self.shares = 0  # since all that waits was last given to one instance
         most = config.max_batch_size
         self._may_share = self.immediate and batching is not None and batching.preferred_batch_size in ((), (most,))

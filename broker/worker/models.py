@@ -63,6 +63,7 @@ class ModelTable:
         with self.lock:
             old = self._versions[model.name].get(model.version)
             self._versions[model.name][model.version] = model
+            self._list_serving()
         for plan in plans():
             if plan.model_name == model.name:
                 self._settle(plan)
@@ -73,11 +74,16 @@ class ModelTable:
         """Plans move to the version that is the latest now, or are closed; what is queued still runs."""
         with self.lock:
             old = self._versions.get(name, {}).pop(version, None)
+            self._list_serving()
         for plan in plans():
             if plan.model_name == name:
                 self._settle(plan)
         if old is not None:
             self._loop.retire(old)
+
+    def _list_serving(self) -> None:
+        models = [model for versions in self._versions.values() for model in versions.values()]
+        self._loop.scheduler.serving = tuple(models)
 
     def bind(self, plan: Plan) -> None:
         """Give a new plan its model. It is among the plans that a load sees by now."""

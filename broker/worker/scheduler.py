@@ -99,6 +99,7 @@ class Scheduler:
         self.alone = False  # a suspect runs
         self.running = 0  # batches, the leader's inline ones not counted
         self.deadline = 0
+        self.serving: tuple[LoadedModel, ...] = ()  # those that take new requests
         self._deadlines = Deadlines()
         self._requests = 0  # queued and running, those that the leader ran at once not counted
         self.retired: list[LoadedModel] = []  # unloaded or replaced, still at work
@@ -179,6 +180,12 @@ class Scheduler:
     def growing(self) -> bool:
         """Does a queue wait for more requests although an instance is free? A hint, taken without the lock."""
         return any(model.free for model in tuple(self.queued))
+
+    def saturated(self) -> bool:
+        """Is every instance at work, so that nothing that comes could begin before a batch ends?"""
+        if not self.running or self.alone or self.suspects:
+            return False
+        return not any(model.free or model.answers for model in self.serving)
 
     def idle(self) -> bool:
         """Nothing queued, nothing running."""
