@@ -27,8 +27,9 @@ NETWORK_ROW = (3, 224, 224)
 class Model:
     """An FP32 model [batch, …] → [batch, …] and how it is served; `threads` are the runtime's, here and in the worker.
 
-    `source` names the graph, which several models may serve in different ways. `row` and `output_row` are the shapes
-    without the batch dimension; identity and head take any row of one dimension.
+    `group`: of the worker, "" for the one that most models share. `source` names the graph, which several models may
+    serve in different ways. `row` and `output_row` are the shapes without the batch dimension; identity and head take
+    any row of one dimension.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Model:
     max_batch_size: int = 1
     queue_delay_us: int = 0
     instances: int = 1
+    group: str = ""
 
     @property
     def input(self) -> str:
@@ -54,6 +56,8 @@ class Model:
         """config.pbtxt, without what the broker completes from the file."""
         threads = f'key: "intra_op_thread_count" value {{ string_value: "{self.threads}" }}'
         lines = [f"max_batch_size: {self.max_batch_size}", f"parameters {{ {threads} }}"]
+        if self.group:
+            lines.append(f'parameters {{ key: "worker_group" value {{ string_value: "{self.group}" }} }}')
         if self.max_batch_size > 1:
             lines.append(f"dynamic_batching {{ max_queue_delay_microseconds: {self.queue_delay_us} }}")
         if self.instances > 1:
@@ -96,12 +100,16 @@ def head(elements: int) -> Model:
 
 
 def network(source: str, threads: int, max_batch_size: int, queue_delay_us: int, instances: int = 1) -> Model:
-    """One of `NETWORKS`, made batchable: the files are exported for one image. `threads` are those of one instance."""
+    """One of `NETWORKS`, made batchable: the files are exported for one image. `threads` are those of one instance.
+
+    Each has a worker of its own, as is good for models that want all cores.
+    """
     proto = onnx.load(fetch(source))
     _make_batchable(proto)
     output_row = tuple(dim.dim_value for dim in proto.graph.output[0].type.tensor_type.shape.dim)[1:]
     name = f"{source}_{max_batch_size}" + (f"_by_{instances}" if instances > 1 else "")
-    return Model(name, source, proto, NETWORK_ROW, output_row, threads, max_batch_size, queue_delay_us, instances)
+    sizes = (threads, max_batch_size, queue_delay_us, instances)
+    return Model(name, source, proto, NETWORK_ROW, output_row, *sizes, group=name)
 
 
 def _build(

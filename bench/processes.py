@@ -82,9 +82,10 @@ class Broker:
     def url(self) -> str:
         return f"ipc://{self.directory}"
 
-    def worker(self) -> int:
-        """Pid of the process that runs the models."""
-        (worker,) = ask_status(str(self.directory))["workers"]
+    def worker(self, group: str = "") -> int:
+        """Pid of the process that runs the models of a group."""
+        workers = ask_status(str(self.directory))["workers"]
+        (worker,) = [worker for worker in workers if worker["key"] == f"cpu/{group or 'default'}"]
         return int(worker["pid"])
 
     def pids(self) -> list[int]:

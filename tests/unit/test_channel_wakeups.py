@@ -11,7 +11,7 @@ import pytest
 
 from shm.client_channel import LATE_MS, SLEEP_MS
 from shm.errors import Code
-from shm.layout import ARMED, FINAL, WAITING
+from shm.layout import ARMED, FINAL, SENT, WAITING
 from shm.worker_channel import HOLD_NS
 from tests.fakes.channel import PLAN, Plan, Twin, submit, take
 
@@ -300,3 +300,49 @@ def test_a_ring_of_the_worker_that_comes_late_is_not_the_last(twin, client, work
     assert not client.rest()
     worker.complete([second])
     assert twin.client_was_rung()
+
+
+# --- while every instance is at work --------------------------------------------------------------------------------
+
+
+def test_a_parked_worker_is_not_rung_and_learns_when_a_request_came(twin, client, worker):
+    began = time.monotonic_ns()
+    worker.park(began)
+    submit(client)
+    sent = time.monotonic_ns()
+    assert not twin.worker_was_rung()
+    requests = []
+    worker.take(8, sent + 10**9, requests)
+    assert began <= requests[0].arrival <= sent
+
+
+@pytest.mark.parametrize("lie", [0, 1, 2**64 - 1, 10**18], ids=["nothing", "long ago", "the end of time", "tomorrow"])
+def test_a_client_cannot_lie_about_when_its_request_came(client, worker, lie):
+    worker.park(10**9)
+    submit(client)
+    worker.words[SENT] = lie
+    requests = []
+    worker.take(8, 2 * 10**9, requests)
+    assert requests[0].arrival == 2 * 10**9
+
+
+def test_what_came_before_the_last_look_did_not_come_now(client, worker):
+    """The time of the request before stays in the channel when the next one's is not there yet."""
+    worker.park(10)
+    requests = []
+    for looked in (30, 40):
+        submit(client, looked // 10)
+        worker.words[SENT] = 20
+        worker.take(8, looked, requests)
+    assert [request.arrival for request in requests] == [20, 40]
+
+
+@pytest.mark.parametrize("wake", ["arm", "disarm"])
+def test_a_worker_that_looks_again_goes_by_its_own_clock(twin, client, worker, wake):
+    worker.park(1)
+    getattr(worker, wake)()
+    submit(client)
+    assert twin.worker_was_rung() == (wake == "arm")
+    requests = []
+    worker.take(8, 2**62, requests)
+    assert requests[0].arrival == 2**62
