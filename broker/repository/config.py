@@ -27,7 +27,8 @@ class TensorConfig(msgspec.Struct, frozen=True, kw_only=True):
     `symbols` has one entry per entry of `dims`: "" for a fixed size, the model file's own name for a variable one, or
     "?NAME:AXIS" where the file gives none (or one that no input carries): unknown until the model has run.
     `zero_copy`: the runtime may read a client's memory directly (inputs only; `zero_copy_reason` says why or why not).
-    `file_rank` is the rank in the model file, batch dimension included (-1 unknown).
+    `file_rank` is the rank in the model file, batch dimension included (-1 unknown); `file_shape` its shape there, as
+    text with the file's own names for variable sizes ("[batch,3,640,640]", "" unknown).
     `labels` is what the label file had when the model was loaded: one class name a line (outputs only).
     """
 
@@ -44,6 +45,7 @@ class TensorConfig(msgspec.Struct, frozen=True, kw_only=True):
     zero_copy: bool = False
     zero_copy_reason: str = ""
     file_rank: int = -1
+    file_shape: str = ""
 
 
 class InstanceGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +67,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     `json`: the whole configuration in Triton's JSON form, for `GET /v2/models/M/config`.
     `notes`: what the loader changed or ignored, each reported once at load.
     `max_batch_size_completed`: nobody wrote `max_batch_size`, auto-completion chose it.
+    `origins`: only when asked for. Field path ("input[x].dims") → "file", "model", "default" or "override".
+    `explanation`: only when asked for. The configuration as config.pbtxt text, the origin beside every line.
     """
 
     name: str
@@ -91,6 +95,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     json: str = "{}"
     notes: tuple[str, ...] = ()
     max_batch_size_completed: bool = False
+    origins: dict[str, str] = {}
+    explanation: str = ""
 
     @property
     def worker_group(self) -> str:

@@ -29,6 +29,9 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     `strict`: configurations must be complete (`--strict-model-config`), nothing is taken from the model file.
     `default_max_batch_size`: for models that can batch and do not say how far.
     `gpus`: device ordinals on which the broker can place instances; empty means there is no GPU.
+    `overrides`: model → its configuration, in place of its config.pbtxt: Triton's JSON form, or protobuf text.
+    `config_name` (`--model-config-name`): take `<model>/configs/<config_name>.pbtxt` where there is one.
+    `explain`: also say where every value comes from (`ModelConfig.origins`, `ModelConfig.explanation`).
     """
 
     repositories: tuple[str, ...]
@@ -36,6 +39,9 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     strict: bool = False
     default_max_batch_size: int = 4
     gpus: tuple[int, ...] = ()
+    overrides: dict[str, str] = {}
+    config_name: str = ""
+    explain: bool = False
 
 
 class LoaderMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):

@@ -44,6 +44,10 @@ _DEFAULT_PLATFORMS = {
     "tensorrt": "tensorrt_plan",
     "pytorch": "pytorch_libtorch",
 }
+ENSEMBLE = "ensemble"
+_KNOWN_PLATFORMS = (
+    f"Known platforms are: {', '.join(_PLATFORMS)}, {ENSEMBLE} (or leave 'platform' out and set 'backend')"
+)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 CUSTOM_BACKEND = "backend.py"
 MAX_LISTED = 8  # names of files in an error
@@ -51,12 +55,15 @@ MAX_LISTED = 8  # names of files in an error
 
 def fill_backend(config: model_config_pb2.ModelConfig, model: ModelDirectory, version_paths: Sequence[str]) -> None:
     """Set `backend`, `platform` and `default_model_filename`. Raises ModelError when nothing says which backend."""
+    if is_ensemble(config):
+        config.platform, config.backend = ENSEMBLE, ""
+        return
     if config.platform:
         if config.platform not in _PLATFORMS:
-            raise ModelError(
-                f"unexpected platform type '{config.platform}' for {model.name}; known are: {', '.join(_PLATFORMS)} "
-                "(or leave 'platform' out and set 'backend')"
-            )
+            if config.backend or (guessed := _by_files(config.default_model_filename, version_paths)):
+                pair = f"{config.platform}, {config.backend or guessed}"
+                raise ModelError(f"unexpected 'platform' and 'backend' pair, got:{pair}. {_KNOWN_PLATFORMS}")
+            raise ModelError(f"unexpected platform type '{config.platform}' for {model.name}; {_KNOWN_PLATFORMS}")
         if config.backend and config.backend != _PLATFORMS[config.platform]:
             raise ModelError(f"unexpected 'platform' and 'backend' pair, got:{config.platform}, {config.backend}")
         config.backend = _PLATFORMS[config.platform]
@@ -67,7 +74,26 @@ def fill_backend(config: model_config_pb2.ModelConfig, model: ModelDirectory, ve
         config.platform = _DEFAULT_PLATFORMS.get(config.backend, "")
     if not config.default_model_filename:
         config.default_model_filename = _default_file(config.backend, version_paths)
+    _check_runtime(config)
     _check_supported(config.backend, model.name, custom)
+
+
+def is_ensemble(config: model_config_pb2.ModelConfig) -> bool:
+    """Raises ModelError where platform, backend and `ensemble_scheduling` contradict each other."""
+    scheduled = config.HasField("ensemble_scheduling")
+    if config.platform == ENSEMBLE and config.backend not in ("", ENSEMBLE):
+        raise ModelError(
+            f"Ensemble model '{config.name}' must have platform type 'ensemble' and empty backend type, got: "
+            f"{config.platform}, {config.backend}"
+        )
+    ensemble = (
+        ENSEMBLE in (config.platform, config.backend) or (scheduled and not config.platform and not config.backend)
+    ) and config.platform in ("", ENSEMBLE)
+    if ensemble and not scheduled:
+        raise ModelError(f"ensemble scheduling must be set for ensemble {config.name} whose platform is ensemble")
+    if scheduled and not ensemble:
+        raise ModelError(f"ensemble scheduling cannot be set for model '{config.name}' whose platform is not ensemble")
+    return ensemble
 
 
 def _custom_backend(model: ModelDirectory) -> bool:
@@ -80,21 +106,29 @@ def _custom_backend(model: ModelDirectory) -> bool:
 
 
 def _detect(filename: str, model: ModelDirectory, version_paths: Sequence[str]) -> str:
-    if backend := _FILES.get(f"model{os.path.splitext(filename)[1]}"):
+    if backend := _by_files(filename, version_paths):
         return backend
-    for path in version_paths:
-        for name, backend in _FILES.items():
-            if os.path.lexists(os.path.join(path, name)):
-                return backend
     _, dot, suffix = model.name.rpartition(".")
     if dot and suffix:
         return suffix
     raise ModelError(
         f"Invalid model name: Could not determine backend for model '{model.name}' with no backend in model "
         "configuration. Expected model name of the form 'model.<backend_name>'. "
-        f"{_found(version_paths)}. Give the model file one of the names {', '.join(_FILES)}, or put its own name into "
-        "config.pbtxt as 'default_model_filename', or set 'backend' there"
+        f"{_found(version_paths) or 'there is no version directory'}. Give the model file one of the names "
+        f"{', '.join(_FILES)}, or put its own name into config.pbtxt as 'default_model_filename', or set 'backend' "
+        "there"
     )
+
+
+def _by_files(filename: str, version_paths: Sequence[str]) -> str:
+    """The backend of the file that the text names, or else of one that is there, or ""."""
+    if backend := _FILES.get(f"model{os.path.splitext(filename)[1]}"):
+        return backend
+    for path in version_paths:
+        for name, backend in _FILES.items():
+            if os.path.lexists(os.path.join(path, name)):
+                return backend
+    return ""
 
 
 def _found(version_paths: Sequence[str]) -> str:
@@ -111,7 +145,21 @@ def _default_file(backend: str, version_paths: Sequence[str]) -> str:
     for name, owner in _FILES.items():
         if owner == backend and any(os.path.lexists(os.path.join(path, name)) for path in version_paths):
             return name
-    return _DEFAULT_FILES.get(backend, "")
+    return _DEFAULT_FILES.get(backend, f"model.{backend}")
+
+
+def _check_runtime(config: model_config_pb2.ModelConfig) -> None:
+    """`runtime` names Triton's library of a backend. Here a backend is a Python module, so its usual names will do."""
+    runtime = config.runtime
+    if not runtime:
+        return
+    if "/" in runtime or ".." in runtime:
+        raise ModelError(f"backend library name '{runtime}' escapes backend directory")
+    if runtime not in (f"libtriton_{config.backend}.so", "model.py"):
+        raise ModelError(
+            f"unable to find backend library '{runtime}' for model '{config.name}', try specifying runtime on the "
+            f"model configuration: 'libtriton_{config.backend}.so', or leave it out"
+        )
 
 
 def _check_supported(backend: str, model: str, custom: bool) -> None:
@@ -121,7 +169,8 @@ def _check_supported(backend: str, model: str, custom: bool) -> None:
     supported = sorted({entry.name for entry in entry_points(group="tensorbroker.backends")})
     if not custom and backend not in supported:
         raise ModelError(
-            f"model '{model}' needs backend '{backend}', which is not installed; installed are: "
+            f"Invalid argument: unable to find backend library for backend '{backend}', try specifying runtime on the "
+            f"model configuration. Model '{model}' needs backend '{backend}', which is not installed; installed are: "
             f"{', '.join(supported) or 'none'}. A backend of your own is an entry point of the group "
             f"'tensorbroker.backends', or {CUSTOM_BACKEND} beside config.pbtxt"
         )

@@ -13,8 +13,13 @@ from tritonclient.grpc import model_config_pb2
 
 from broker.repository.loader.failure import ModelError
 from broker.repository.loader.onnx_file import FileTensor, Signature
+from broker.repository.loader.validate_scheduling import FLAGS
+from broker.repository.mismatch import dims_text, side_by_side
 
 TensorText: TypeAlias = model_config_pb2.ModelInput | model_config_pb2.ModelOutput
+
+
+_COLUMNS = ("config.pbtxt", "model file")
 
 
 def complete(
@@ -29,21 +34,35 @@ def complete(
         return notes  # complete as written: no scheduler is added to a configuration that has none
     if config.max_batch_size > 0:
         _require_batchable(config, signature)
-    elif signature.is_batchable and not states_max_batch_size and not _dims_include_batch(config, signature):
+    elif _is_batchable(config, signature) and not states_max_batch_size and not _dims_include_batch(config, signature):
         config.max_batch_size = default_max_batch_size
         notes.append(f"max_batch_size is not set and the model can batch: {default_max_batch_size} is used")
     if config.max_batch_size > 1 and config.WhichOneof("scheduling_choice") is None:
         config.dynamic_batching.SetInParent()
     batch = 1 if config.max_batch_size > 0 else 0
-    for tensors, texts in ((signature.inputs, config.input), (signature.outputs, config.output)):
+    for tensors, texts, others in (
+        (signature.inputs, config.input, made_inputs(config)),
+        (signature.outputs, config.output, {state.output_name for state in config.sequence_batching.state}),
+    ):
         if not texts:
             for tensor in tensors:
-                texts.add(name=tensor.name)
+                if tensor.name not in others:
+                    texts.add(name=tensor.name)
         by_name = {tensor.name: tensor for tensor in tensors}
         for text in texts:
             if text.name in by_name:
                 _fill(text, by_name[text.name], batch)
     return notes
+
+
+def made_inputs(config: model_config_pb2.ModelConfig) -> dict[str, str]:
+    """Inputs of the model file that no client sends: controls, states, batch helpers; name → what it is."""
+    batching = config.sequence_batching
+    return (
+        {control.name: "sequence_batching.control_input" for control in batching.control_input}
+        | {state.input_name: "sequence_batching.state" for state in batching.state}
+        | {name: "batch_input" for item in config.batch_input for name in item.target_name}
+    )
 
 
 def compare(config: model_config_pb2.ModelConfig, signature: Signature, path: str) -> None:
@@ -56,14 +75,52 @@ def compare(config: model_config_pb2.ModelConfig, signature: Signature, path: st
         by_name = {tensor.name: tensor for tensor in tensors}
         for text in texts:
             tensor = by_name[text.name]
-            declared = model_config_pb2.DataType.Name(text.data_type)
-            if declared != tensor.data_type:
-                raise ModelError(
-                    f"unable to load model '{config.name}', configuration expects datatype {declared} for {kind} "
-                    f"'{text.name}', model provides {tensor.data_type}\n    fix: data_type: {tensor.data_type}"
-                )
-            if tensor.shape is not None:
+            _compare_type(config, kind, text.data_type, tensor)
+            if tensor.shape is not None and not _is_laid_end_to_end(config, text, tensor):
                 _compare_shape(config, text, tensor, path)
+    _compare_made(config, signature, path)
+
+
+def _compare_type(config: model_config_pb2.ModelConfig, kind: str, data_type: int, tensor: FileTensor) -> None:
+    declared = model_config_pb2.DataType.Name(data_type)
+    if declared != tensor.data_type:
+        raise ModelError(
+            f"unable to load model '{config.name}', configuration expects datatype {declared} for {kind} "
+            f"'{tensor.name}', model provides {tensor.data_type}"
+            + side_by_side(_COLUMNS, [("data_type", declared, tensor.data_type)], f"data_type: {tensor.data_type}")
+        )
+
+
+def _compare_made(config: model_config_pb2.ModelConfig, signature: Signature, path: str) -> None:
+    """Controls, states and batch helpers: their types, and the shapes of states, as the file has them."""
+    inputs = {tensor.name: tensor for tensor in signature.inputs}
+    outputs = {tensor.name: tensor for tensor in signature.outputs}
+    for control_input in config.sequence_batching.control_input:
+        for control in control_input.control:
+            flags = [value for field, value in FLAGS.items() if getattr(control, field)]
+            _compare_type(config, "control", flags[0] if flags else control.data_type, inputs[control_input.name])
+    for item in config.batch_input:
+        for name in item.target_name:
+            _compare_type(config, "batch input", item.data_type, inputs[name])
+    for state in config.sequence_batching.state:
+        for kind, name, tensors in (("input", state.input_name, inputs), ("output", state.output_name, outputs)):
+            if name not in tensors:
+                raise ModelError(
+                    f"unable to load model '{config.name}', unexpected inference {kind} '{name}' of "
+                    f"sequence_batching.state, allowed {kind}s are: {', '.join(tensors)}"
+                )
+            _compare_type(config, f"state {kind}", state.data_type, tensors[name])
+            if tensors[name].shape is not None:
+                text = model_config_pb2.ModelInput(name=name, dims=state.dims)
+                _compare_shape(config, text, tensors[name], path)
+
+
+def _is_laid_end_to_end(config: model_config_pb2.ModelConfig, text: TensorText, tensor: FileTensor) -> bool:
+    """A ragged input, or an output cut by `batch_output`, which the file has as one variable dimension."""
+    ragged = getattr(text, "allow_ragged_batch", False) or any(
+        text.name in item.target_name for item in config.batch_output
+    )
+    return bool(ragged) and config.max_batch_size > 0 and tensor.shape is not None and tensor.shape[:1] == (-1,)
 
 
 def shape_in_file(config: model_config_pb2.ModelConfig, text: TensorText) -> tuple[int, ...]:
@@ -104,9 +161,23 @@ def _dims_include_batch(config: model_config_pb2.ModelConfig, signature: Signatu
     )
 
 
+def _batched_tensors(config: model_config_pb2.ModelConfig, signature: Signature) -> list[FileTensor]:
+    """Those whose first dimension must be the batch: all but ragged ones and what is made for a whole batch."""
+    others = {name for item in config.batch_input for name in item.target_name}
+    others |= {name for item in config.batch_output for name in item.target_name}
+    others |= {text.name for text in config.input if text.allow_ragged_batch}
+    return [tensor for tensor in (*signature.inputs, *signature.outputs) if tensor.name not in others]
+
+
+def _is_batchable(config: model_config_pb2.ModelConfig, signature: Signature) -> bool:
+    """Triton's rule: the first dimension of all inputs and outputs is variable."""
+    tensors = _batched_tensors(config, signature)
+    return bool(signature.inputs) and all(tensor.shape and tensor.shape[0] == -1 for tensor in tensors)
+
+
 def _require_batchable(config: model_config_pb2.ModelConfig, signature: Signature) -> None:
     allowed = (-1, 1) if config.max_batch_size == 1 else (-1,)
-    tensors = (*signature.inputs, *signature.outputs)
+    tensors = _batched_tensors(config, signature)
     fixed = [
         tensor for tensor in tensors if tensor.shape is not None and tensor.shape[:1] not in {(a,) for a in allowed}
     ]
@@ -123,24 +194,30 @@ def _require_batchable(config: model_config_pb2.ModelConfig, signature: Signatur
 
 
 def _compare_names(config: model_config_pb2.ModelConfig, signature: Signature) -> None:
-    for kind, texts, tensors in (
-        ("input", config.input, signature.inputs),
-        ("output", config.output, signature.outputs),
+    made = made_inputs(config)
+    named = [*(text.name for text in config.input), *made]
+    allowed = [tensor.name for tensor in signature.inputs]
+    # Outputs that nobody asks for are not computed; an input that nobody sends cannot be left out.
+    if len(named) != len(allowed):
+        lines = (
+            ("missing in config.pbtxt", set(allowed) - set(named)),
+            ("not in the model file", set(named) - set(allowed)),
+        )
+        raise ModelError(
+            f"unable to load model '{config.name}', configuration expects {len(named)} inputs, model provides "
+            f"{len(allowed)}" + "".join(f"\n    {what}: {', '.join(sorted(names))}" for what, names in lines if names)
+        )
+    for kind, names, known in (
+        ("input", named, allowed),
+        ("output", [text.name for text in config.output], [tensor.name for tensor in signature.outputs]),
     ):
-        allowed = [tensor.name for tensor in tensors]
-        for text in texts:
-            if text.name not in allowed:
+        for name in names:
+            if name not in known:
+                where = f" of {made[name]}" if kind == "input" and name in made else ""
                 raise ModelError(
-                    f"unable to load model '{config.name}', unexpected inference {kind} '{text.name}', allowed "
-                    f"{kind}s are: {', '.join(allowed)}"
+                    f"unable to load model '{config.name}', unexpected inference {kind} '{name}'{where}, allowed "
+                    f"{kind}s are: {', '.join(known)}"
                 )
-        named = {text.name for text in texts}
-        # Outputs that nobody asks for are not computed; an input that nobody sends cannot be left out.
-        if kind == "input" and (missing := [name for name in allowed if name not in named]):
-            raise ModelError(
-                f"unable to load model '{config.name}', configuration expects {len(texts)} inputs, model provides "
-                f"{len(allowed)}\n    missing in config.pbtxt: {', '.join(missing)}"
-            )
 
 
 def _compare_shape(config: model_config_pb2.ModelConfig, text: TensorText, tensor: FileTensor, path: str) -> None:
@@ -155,7 +232,7 @@ def _compare_shape(config: model_config_pb2.ModelConfig, text: TensorText, tenso
             "for the model to support batching the shape should have at least 1 dimension and the first dimension must "
             f"be -1; but shape expected by the model is {show(file_shape)}"
         )
-        fix = f"max_batch_size: 0 and dims: {_dims(file_shape)}"
+        fix = f"max_batch_size: 0 and dims: {dims_text(file_shape)}"
     elif len(declared) == len(file_shape) and all(
         there in (-1, here) for here, there in zip(declared[batched:], file_shape[batched:], strict=True)
     ):
@@ -172,11 +249,11 @@ def _compare_shape(config: model_config_pb2.ModelConfig, text: TensorText, tenso
             f"specifies {len(declared)} dimensions{making}"
         )
         fix = _fix(config, text, file_shape)
-    raise ModelError(
-        f"{prefix}{what}\n    config.pbtxt: max_batch_size: {config.max_batch_size}, dims: {_dims(text.dims)}"
-        + (f", reshape: {_dims(text.reshape.shape)}" if text.HasField("reshape") else "")
-        + f"\n    {path}: {show(file_shape, tensor.symbols)}\n    fix: {fix}"
-    )
+    rows = [("max_batch_size", str(config.max_batch_size), ""), ("dims", dims_text(text.dims), "")]
+    if text.HasField("reshape"):
+        rows.append(("reshape", dims_text(text.reshape.shape), ""))
+    rows.append(("shape", show(declared), show(file_shape, tensor.symbols)))
+    raise ModelError(f"{prefix}{what}" + side_by_side(("config.pbtxt", path), rows, fix))
 
 
 def _fix(config: model_config_pb2.ModelConfig, text: TensorText, file_shape: tuple[int, ...]) -> str:
@@ -186,11 +263,11 @@ def _fix(config: model_config_pb2.ModelConfig, text: TensorText, file_shape: tup
         if not inner:
             return "dims: [ 1 ] and reshape { shape: [ ] }"
         if len(dims) == len(file_shape):
-            return f"leave the batch dimension out (max_batch_size > 0 adds it): dims: {_dims(inner)}"
-        return f"dims: {_dims(inner)}"
+            return f"leave the batch dimension out (max_batch_size > 0 adds it): dims: {dims_text(inner)}"
+        return f"dims: {dims_text(inner)}"
     if len(dims) + 1 == len(file_shape) and file_shape[0] == -1:
-        return f"max_batch_size: 1 or more, or count the first dimension as well: dims: {_dims(file_shape)}"
-    return f"dims: {_dims(file_shape)}" if file_shape else "dims: [ 1 ]"
+        return f"max_batch_size: 1 or more, or count the first dimension as well: dims: {dims_text(file_shape)}"
+    return f"dims: {dims_text(file_shape)}" if file_shape else "dims: [ 1 ]"
 
 
 def show(shape: Sequence[int] | None, symbols: Sequence[str] = ()) -> str:
@@ -201,7 +278,3 @@ def show(shape: Sequence[int] | None, symbols: Sequence[str] = ()) -> str:
 def _sizes(shape: Sequence[int], symbols: Sequence[str]) -> Iterator[str]:
     for axis, size in enumerate(shape):
         yield (symbols[axis] if axis < len(symbols) else "") or str(size)
-
-
-def _dims(shape: Sequence[int]) -> str:
-    return "[ " + ", ".join(map(str, shape)) + " ]"

@@ -14,13 +14,14 @@ from google.protobuf import json_format
 from google.protobuf.descriptor import FieldDescriptor
 from tritonclient.grpc import model_config_pb2
 
-from broker.repository.config import InstanceGroup, ModelConfig, TensorConfig
-from broker.repository.loader.complete import is_scalar
+from broker.repository.config import ModelConfig, TensorConfig
+from broker.repository.loader import convert_scheduling as scheduling
+from broker.repository.loader.complete import is_scalar, show
 from broker.repository.loader.files import read_file
 from broker.repository.loader.onnx_file import FileTensor, Signature
+from broker.repository.loader.origins import Origins
 from broker.repository.loader.zero_copy import Verdict
 from broker.repository.scan import ModelDirectory
-from broker.repository.scheduling import DynamicBatching, QueuePolicy
 
 MAX_LABELS = 1 << 20  # bytes; the 21,843 classes of all of ImageNet have half of it
 
@@ -28,8 +29,6 @@ _INT64 = {
     FieldDescriptor.CPPTYPE_INT64,
     FieldDescriptor.CPPTYPE_UINT64,
 }
-_Group = model_config_pb2.ModelInstanceGroup
-_Policy = model_config_pb2.ModelQueuePolicy
 
 
 def to_model_config(
@@ -41,33 +40,41 @@ def to_model_config(
     notes: Sequence[str],
     *,
     max_batch_size_completed: bool,
+    origins: Origins | None,
 ) -> ModelConfig:
     """`signatures`: one per served version, newest first; empty when no file was read (then nothing is known).
 
-    Raises ModelError for a label file that cannot be read.
+    Raises ModelError for a label, state or warm-up file that cannot be used.
     """
+    samples, warm_up_notes = scheduling.warm_up(config, model)
     inputs, outputs = _tensors(config, model, signatures, verdicts)
     return ModelConfig(
         name=config.name,
         platform=config.platform,
-        backend=config.backend,
+        backend=config.backend or config.platform,  # an ensemble has no backend
         directory=model.path,
         versions=dict(versions),
         default_model_filename=config.default_model_filename,
         max_batch_size=config.max_batch_size,
         input=inputs,
         output=outputs,
-        instance_group=tuple(
-            InstanceGroup(name=group.name, kind=_Group.Kind.Name(group.kind), count=group.count, gpus=tuple(group.gpus))
-            for group in config.instance_group
-        ),
-        dynamic_batching=_dynamic_batching(config.dynamic_batching) if config.HasField("dynamic_batching") else None,
+        instance_group=scheduling.instance_groups(config),
+        dynamic_batching=scheduling.dynamic_batching(config),
+        sequence_batching=scheduling.sequence_batching(config, model),
+        ensemble=scheduling.ensemble(config),
+        batch_input=scheduling.batch_inputs(config),
+        batch_output=scheduling.batch_outputs(config),
+        response_cache=config.response_cache.enable,
+        warm_up=samples,
+        metric_tags=dict(config.metric_tags),
         decoupled=config.model_transaction_policy.decoupled,
         stateful=config.HasField("sequence_batching"),
         parameters={key: value.string_value for key, value in config.parameters.items()},
         json=to_json(config),
-        notes=tuple(dict.fromkeys(notes)),
+        notes=tuple(dict.fromkeys((*notes, *warm_up_notes))),
         max_batch_size_completed=max_batch_size_completed,
+        origins={} if origins is None else origins.found,
+        explanation="" if origins is None else origins.annotated(config),
     )
 
 
@@ -146,19 +153,14 @@ def _common(
         reshape = ()
     return {
         "name": text.name,
-        "datatype": datatype(text.data_type),
+        "datatype": scheduling.datatype(text.data_type),
         "dims": tuple(text.dims),
         "symbols": symbols[text.name],
         "reshape": reshape,
         "is_shape_tensor": text.is_shape_tensor,
         "file_rank": -1 if tensor is None or tensor.shape is None else len(tensor.shape),
+        "file_shape": "" if tensor is None or tensor.shape is None else show(tensor.shape, tensor.symbols),
     }
-
-
-def datatype(data_type: int) -> str:
-    """KServe's name of a protobuf DataType."""
-    name = str(model_config_pb2.DataType.Name(data_type)).removeprefix("TYPE_")
-    return "BYTES" if name == "STRING" else name
 
 
 def _symbols(config: model_config_pb2.ModelConfig, signature: Signature) -> dict[str, tuple[str, ...]]:
@@ -192,26 +194,3 @@ def _tensor_symbols(
             symbol = f"?{text.name}:{axis}"
         symbols.append(symbol)
     return tuple(symbols)
-
-
-def _dynamic_batching(batching: Any) -> DynamicBatching:
-    return DynamicBatching(
-        preferred_batch_size=tuple(batching.preferred_batch_size),
-        max_queue_delay_microseconds=batching.max_queue_delay_microseconds,
-        preserve_ordering=batching.preserve_ordering,
-        priority_levels=batching.priority_levels,
-        default_priority_level=batching.default_priority_level,
-        default_queue_policy=_queue_policy(batching.default_queue_policy),
-        priority_queue_policy={
-            level: _queue_policy(policy) for level, policy in sorted(batching.priority_queue_policy.items())
-        },
-    )
-
-
-def _queue_policy(policy: Any) -> QueuePolicy:
-    return QueuePolicy(
-        timeout_action=_Policy.TimeoutAction.Name(policy.timeout_action),
-        default_timeout_microseconds=policy.default_timeout_microseconds,
-        allow_timeout_override=policy.allow_timeout_override,
-        max_queue_size=policy.max_queue_size,
-    )

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tritonclient.grpc import model_config_pb2
 
 from broker.repository.config import RETRY, LoadFailure, ModelConfig
 from broker.repository.loader import pbtxt
-from broker.repository.loader.backend import fill_backend
+from broker.repository.loader.backend import ENSEMBLE, fill_backend
 from broker.repository.loader.complete import compare, complete
 from broker.repository.loader.convert import to_model_config
 from broker.repository.loader.failure import ModelError
@@ -23,8 +23,10 @@ from broker.repository.loader.files import read_file
 from broker.repository.loader.grants import verdicts
 from broker.repository.loader.normalise import normalise
 from broker.repository.loader.onnx_file import Signature, read_model, read_signature
-from broker.repository.loader.support import check_support
+from broker.repository.loader.origins import DEFAULT, FILE, MODEL, OVERRIDE, Origins
+from broker.repository.loader.support import ignored
 from broker.repository.loader.validate import validate
+from broker.repository.loader.validate_ensemble import validate_ensemble
 from broker.repository.loader.zero_copy import Verdict, policy
 from broker.repository.protocol import LoadRequest
 from broker.repository.scan import ModelDirectory, list_versions
@@ -57,37 +59,38 @@ def load(model: ModelDirectory, request: LoadRequest) -> ModelConfig | LoadFailu
 
 
 def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
-    parsed = _read_config(model, request.strict)
-    completed = False
-    config, notes = parsed.config, [*parsed.notes, *check_support(parsed.config)]
-    versions = _served_versions(config, model, notes)
+    origins = Origins()
+    parsed = _read_config(model, request, origins)
+    config, notes = parsed.config, [*parsed.notes, *ignored(parsed.config)]
+    versions, none_served = _served_versions(config, model, notes)
     newest_first = dict(reversed(versions.items()))
-    fill_backend(config, model, list(newest_first.values()))
+    try:
+        fill_backend(config, model, list(newest_first.values()))
+    except ModelError as error:
+        raise ModelError(f"{error}\n    {none_served}" if none_served else str(error)) from error
     _check_file_name(config)
+    origins.mark(config, MODEL)
     read: list[_Version] = []
-    if config.backend == "onnxruntime":
-        number, path = next(iter(newest_first.items()))
-        read.append(_read_version(config, model, number, path))
-        if not request.strict:
-            notes += complete(config, read[0].signature, parsed.states_max_batch_size, request.default_max_batch_size)
-            completed = config.max_batch_size > 0 and not parsed.states_max_batch_size
-    notes += normalise(config, request.gpus)
-    tensors = [tensor for version in read for tensor in (*version.signature.inputs, *version.signature.outputs)]
-    validate(config, model, request.gpus, frozenset(tensor.name for tensor in tensors if tensor.shape == ()))
-    _check_worker_group(config)
-    _check_retry(config)
+    completed = False
+    try:
+        if none_served:
+            raise ModelError(none_served)
+        if config.backend == "onnxruntime":
+            number, path = next(iter(newest_first.items()))
+            read.append(_read_version(config, model, number, path))
+    except ModelError:
+        if config.input and config.output:
+            # As in Triton, what is wrong with the text is said before what is missing beside it.
+            _finish(config, model, request, origins, ())
+        raise
+    if read and not request.strict:
+        notes += complete(config, read[0].signature, parsed.states_max_batch_size, request.default_max_batch_size)
+        completed = config.max_batch_size > 0 and not parsed.states_max_batch_size
+        origins.mark(config, MODEL)
+    _finish(config, model, request, origins, read)
     if read:
         compare(config, read[0].signature, read[0].path)
-        for number, path in list(newest_first.items())[1:]:
-            try:
-                older = _read_version(config, model, number, path)
-                compare(config, older.signature, older.path)
-            except ModelError as error:
-                # Triton's way: one bad version does not take the others down. The newest one decides.
-                notes.append(f"version {number} is not served: {error}")
-                del versions[number]
-            else:
-                read.append(older)
+        _read_older(config, model, list(newest_first.items())[1:], versions, read, notes)
     return to_model_config(
         config,
         model,
@@ -96,29 +99,87 @@ def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
         verdicts(config, [(version.number, version.policy) for version in read]),
         notes,
         max_batch_size_completed=completed,
+        origins=origins if request.explain else None,
     )
 
 
-def _read_config(model: ModelDirectory, strict: bool) -> pbtxt.Parsed:
-    path = os.path.join(model.path, "config.pbtxt")
-    if os.path.lexists(path):
-        data = read_file(path, model.repository, pbtxt.MAX_CONFIG, "1 MiB")
-        parsed = pbtxt.parse(data, path)
-    elif strict:
+def _finish(
+    config: model_config_pb2.ModelConfig,
+    model: ModelDirectory,
+    request: LoadRequest,
+    origins: Origins,
+    read: Sequence[_Version],
+) -> None:
+    """Defaults and rules, once the model file has said what it can."""
+    if config.platform == ENSEMBLE:
+        validate_ensemble(config)
+    if config.name != model.name:
+        raise ModelError(
+            f"unexpected directory name '{model.name}' for model '{config.name}', directory name must equal model name"
+        )
+    normalise(config, request.gpus)
+    origins.mark(config, DEFAULT)
+    tensors = [tensor for version in read for tensor in (*version.signature.inputs, *version.signature.outputs)]
+    validate(config, model, request.gpus, frozenset(tensor.name for tensor in tensors if tensor.shape == ()))
+    _check_worker_group(config)
+    _check_retry(config)
+
+
+def _read_older(
+    config: model_config_pb2.ModelConfig,
+    model: ModelDirectory,
+    older: Sequence[tuple[int, str]],
+    versions: dict[int, str],
+    read: list[_Version],
+    notes: list[str],
+) -> None:
+    """Compare the other versions, too; those that do not fit leave `versions`."""
+    for number, path in older:
+        try:
+            version = _read_version(config, model, number, path)
+            compare(config, version.signature, version.path)
+        except ModelError as error:
+            # Triton's way: one bad version does not take the others down. The newest one decides.
+            notes.append(f"version {number} is not served: {error}")
+            del versions[number]
+        else:
+            read.append(version)
+
+
+def _read_config(model: ModelDirectory, request: LoadRequest, origins: Origins) -> pbtxt.Parsed:
+    path, origin = _config_path(model, request.config_name), FILE
+    if model.name in request.overrides:
+        parsed, origin = pbtxt.parse_override(request.overrides[model.name]), OVERRIDE
+    elif os.path.lexists(path):
+        parsed = pbtxt.parse(read_file(path, model.repository, pbtxt.MAX_CONFIG, "1 MiB"), path)
+    elif request.strict:
         raise ModelError(f"{path}: does not exist, and auto-completion is disabled (--disable-auto-complete-config)")
     else:
         parsed = pbtxt.Parsed(model_config_pb2.ModelConfig(), False, ())
     config = parsed.config
-    if config.name and config.name != model.name:
-        raise ModelError(
-            f"unexpected directory name '{model.name}' for model '{config.name}', directory name must equal model name"
-        )
-    config.name = model.name
+    origins.mark(config, origin)
+    if parsed.states_max_batch_size and not config.max_batch_size:
+        origins.state("max_batch_size", origin)
+    config.name = config.name or model.name
+    origins.mark(config, DEFAULT)
     return parsed
 
 
-def _served_versions(config: model_config_pb2.ModelConfig, model: ModelDirectory, notes: list[str]) -> dict[int, str]:
-    """Version number → directory, ascending, after the version policy."""
+def _config_path(model: ModelDirectory, config_name: str) -> str:
+    """`configs/<config_name>.pbtxt` where the model has one, else config.pbtxt."""
+    default = os.path.join(model.path, "config.pbtxt")
+    if not config_name:
+        return default
+    if "/" in config_name or "\0" in config_name:
+        raise ModelError(f"--model-config-name {config_name!r} must be a plain name")
+    path = os.path.join(model.path, "configs", f"{config_name}.pbtxt")
+    return path if os.path.lexists(path) else default
+
+
+def _served_versions(
+    config: model_config_pb2.ModelConfig, model: ModelDirectory, notes: list[str]
+) -> tuple[dict[int, str], str]:
+    """Version number → directory, ascending, after the version policy; and why there is none, or ""."""
     found = list_versions(model)
     notes += found.ignored
     policy = config.version_policy
@@ -141,15 +202,15 @@ def _served_versions(config: model_config_pb2.ModelConfig, model: ModelDirectory
         present = ", ".join(map(str, found.paths)) or "none"
         if found.paths:
             wanted = ", ".join(map(str, policy.specific.versions))
-            raise ModelError(
+            return {}, (
                 f"failed to load '{model.name}', no version is available: version_policy {{ specific {{ versions: "
                 f"[ {wanted} ] }} }} chooses none of those in {model.path} (present: {present})"
             )
-        raise ModelError(
+        return {}, (
             f"failed to load '{model.name}', no version is available: {model.path} needs a directory named by a "
             f"number, such as {os.path.join(model.path, '1')} (present: {present})"
         )
-    return chosen
+    return chosen, ""
 
 
 def _check_file_name(config: model_config_pb2.ModelConfig) -> None:

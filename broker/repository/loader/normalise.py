@@ -9,27 +9,36 @@ from collections.abc import Sequence
 
 from tritonclient.grpc import model_config_pb2
 
+from broker.repository.loader.backend import ENSEMBLE
+
 _Group = model_config_pb2.ModelInstanceGroup
-_IGNORED = ("cc_model_filenames", "model_operations", "model_repository_agents")
+SEQUENCE_IDLE_US = 1_000_000
 
 
-def normalise(config: model_config_pb2.ModelConfig, gpus: Sequence[int]) -> list[str]:
-    """Fill version policy, scheduler, optimisation and instance groups in place. Returns notes on ignored fields."""
+def normalise(config: model_config_pb2.ModelConfig, gpus: Sequence[int]) -> None:
+    """Fill version policy, scheduler, optimisation and instance groups in place."""
     if config.version_policy.WhichOneof("policy_choice") is None:
         config.version_policy.latest.num_versions = 1
-    if config.HasField("dynamic_batching") and config.max_batch_size > 0:
-        batching = config.dynamic_batching
-        if not batching.preferred_batch_size:
-            batching.preferred_batch_size.append(config.max_batch_size)
+    _fill_scheduler(config)
+    if config.platform == ENSEMBLE:
+        config.model_transaction_policy.SetInParent()
+        return  # has no instances and no memory of its own
     for field in ("input_pinned_memory", "output_pinned_memory"):
         if not config.optimization.HasField(field):
             getattr(config.optimization, field).enable = True
     _fill_instance_groups(config, gpus)
-    return [f"{field} is ignored: it has no meaning here" for field in _IGNORED if _is_set(config, field)]
 
 
-def _is_set(config: model_config_pb2.ModelConfig, field: str) -> bool:
-    return any(descriptor.name == field for descriptor, _ in config.ListFields())
+def _fill_scheduler(config: model_config_pb2.ModelConfig) -> None:
+    batching = None
+    if config.HasField("dynamic_batching"):
+        batching = config.dynamic_batching
+    elif config.HasField("sequence_batching"):
+        sequences = config.sequence_batching
+        sequences.max_sequence_idle_microseconds = sequences.max_sequence_idle_microseconds or SEQUENCE_IDLE_US
+        batching = sequences.oldest if sequences.HasField("oldest") else None
+    if batching is not None and not batching.preferred_batch_size and config.max_batch_size > 0:
+        batching.preferred_batch_size.append(config.max_batch_size)
 
 
 def _fill_instance_groups(config: model_config_pb2.ModelConfig, gpus: Sequence[int]) -> None:
@@ -45,3 +54,5 @@ def _fill_instance_groups(config: model_config_pb2.ModelConfig, gpus: Sequence[i
             group.kind = _Group.KIND_GPU if usable else _Group.KIND_CPU
         if group.kind == _Group.KIND_GPU and not group.gpus:
             group.gpus.extend(gpus)
+        if group.HasField("rate_limiter"):
+            group.rate_limiter.priority = group.rate_limiter.priority or 1

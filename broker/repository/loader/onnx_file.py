@@ -57,12 +57,6 @@ class Signature(NamedTuple):
     inputs: tuple[FileTensor, ...]
     outputs: tuple[FileTensor, ...]
 
-    @property
-    def is_batchable(self) -> bool:
-        """Triton's rule: the first dimension of all inputs and outputs is variable."""
-        tensors = self.inputs + self.outputs
-        return bool(self.inputs) and all(tensor.shape and tensor.shape[0] == -1 for tensor in tensors)
-
 
 def read_model(path: str, repository: str) -> onnx.ModelProto:
     """Parse the file and check where its weights lie. Raises ModelError."""

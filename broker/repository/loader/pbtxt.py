@@ -6,10 +6,11 @@ Called by `load`. Knows the schema (Triton's `inference.ModelConfig`), not its m
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from typing import Any, NamedTuple
 
-from google.protobuf import text_format
+from google.protobuf import json_format, text_format
 from tritonclient.grpc import model_config_pb2
 
 from broker.repository.loader.failure import ModelError
@@ -63,6 +64,32 @@ def parse(data: bytes, path: str) -> Parsed:
     if placeholders := _placeholders(text):
         notes = (f"{path}: unfilled placeholders {', '.join(placeholders)} are taken literally",)
     return Parsed(config, probe.max_batch_size != _ABSENT, notes)
+
+
+def parse_override(text: str) -> Parsed:
+    """Parse a configuration that a load request brings: Triton's JSON form, or protobuf text. Raises ModelError."""
+    config = model_config_pb2.ModelConfig()
+    if not text.lstrip().startswith("{"):
+        try:
+            return parse(text.encode(), "config")
+        except ModelError as error:
+            raise ModelError(f"Invalid config override: {error}") from error
+    try:
+        tree = json.loads(text)
+        json_format.ParseDict(tree, config, max_recursion_depth=100)
+    except (json_format.ParseError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        reason = str(error)[:300] or type(error).__name__
+        raise ModelError(f"Invalid config override: {reason}{_json_advice(reason)}") from error
+    return Parsed(config, "max_batch_size" in tree or "maxBatchSize" in tree, ())
+
+
+def _json_advice(message: str) -> str:
+    if match := _NO_FIELD.search(message):
+        descriptor = _find(match[1])
+        fields = [field.name for field in descriptor.fields] if descriptor else []
+        if near := difflib.get_close_matches(match[2], fields, n=1, cutoff=0.5):
+            return f"\n    did you mean '{near[0]}'?"
+    return ""
 
 
 def _placeholders(text: str) -> list[str]:

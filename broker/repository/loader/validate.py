@@ -12,13 +12,17 @@ from typing import Any, TypeAlias
 from tritonclient.grpc import model_config_pb2
 
 from broker.repository.loader.failure import ModelError
+from broker.repository.loader.validate_scheduling import (
+    validate_microseconds,
+    validate_preferred,
+    validate_scheduling,
+)
 from broker.repository.scan import ModelDirectory, is_inside
 
 MAX_INSTANCES = 1024  # of one model: each is a loaded copy and a thread
 MAX_RANK = 63  # plus the batch dimension; a request's shape has at most 64
 MAX_NAME = 256  # characters of a tensor name, as in requests
 MAX_BATCH = 65534  # rows of a batch: positions and rows travel as 16 bits
-MAX_MICROSECONDS = 2**53 // 1000 * 1000  # as nanoseconds still a signed 64-bit number
 
 _Config: TypeAlias = model_config_pb2.ModelConfig
 _Group = model_config_pb2.ModelInstanceGroup
@@ -52,6 +56,7 @@ def validate(config: _Config, model: ModelDirectory, gpus: Sequence[int], scalar
         _validate_label_file(text, model)
     if config.HasField("dynamic_batching"):
         _validate_dynamic_batching(config.dynamic_batching, config.max_batch_size, name)
+    validate_scheduling(config)
     _validate_instance_groups(config, gpus)
 
 
@@ -62,11 +67,15 @@ def _validate_tensor(config: _Config, kind: str, text: Any, scalars: frozenset[s
     if len(text.name) > MAX_NAME:
         raise ModelError(f"{prefix}has a name of more than {MAX_NAME} characters")
     if text.data_type not in model_config_pb2.DataType.values() or text.data_type == model_config_pb2.TYPE_INVALID:
-        raise ModelError(f"{prefix}must specify 'data_type'")
+        raise ModelError(f"{prefix}must specify 'data_type' for {config.name}")
     if not text.dims:
-        raise ModelError(f"{prefix}must specify 'dims': the model file does not say how many dimensions it has")
+        raise ModelError(
+            f"{prefix}must specify 'dims' for {config.name}: no model file says how many dimensions it has"
+        )
     if any(dim < 1 and dim != -1 for dim in text.dims):
-        raise ModelError(f"{prefix}dimension must be integer >= 1, or -1 to indicate a variable-size dimension")
+        raise ModelError(
+            f"{prefix}dimension must be integer >= 1, or -1 to indicate a variable-size dimension for {config.name}"
+        )
     if len(text.dims) > MAX_RANK or len(text.reshape.shape) > MAX_RANK:
         raise ModelError(f"{prefix}has more than {MAX_RANK} dimensions")
     if text.HasField("reshape"):
@@ -77,17 +86,23 @@ def _validate_reshape(config: _Config, text: Any, prefix: str, scalars: frozense
     dims, shape = list(text.dims), list(text.reshape.shape)
     if any(dim < 1 and dim != -1 for dim in shape):
         raise ModelError(
-            f"{prefix}reshape dimensions must be integer >= 1, or -1 to indicate a variable-size dimension"
+            f"{prefix}reshape dimensions must be integer >= 1, or -1 to indicate a variable-size dimension for "
+            f"{config.name}"
         )
     if not shape and config.max_batch_size == 0 and text.name not in scalars:
         raise ModelError(
-            f"{prefix}cannot have empty reshape for non-batching model as scalar tensors are not supported"
+            f"{prefix}cannot have empty reshape for non-batching model as scalar tensors are not supported for "
+            f"{config.name}"
         )
+    if (-1 in dims) != (-1 in shape):
+        raise ModelError(f"{prefix}has different size for dims and reshape for {config.name}")
     if dims.count(-1) != shape.count(-1):
-        raise ModelError(f"{prefix}has different number of variable-size dimensions for dims and reshape")
+        raise ModelError(
+            f"{prefix}has different number of variable-size dimensions for dims and reshape for {config.name}"
+        )
     # Variable dimensions keep their order, so the fixed ones between them must have equal products.
     if _products(dims) != _products(shape):
-        raise ModelError(f"{prefix}has different size for dims and reshape")
+        raise ModelError(f"{prefix}has different size for dims and reshape for {config.name}")
 
 
 def _products(shape: Sequence[int]) -> list[int]:
@@ -110,16 +125,8 @@ def _validate_label_file(text: Any, model: ModelDirectory) -> None:
         )
 
 
-def _validate_preferred(sizes: Sequence[int], max_batch_size: int, what: str, name: str) -> None:
-    for size in sizes:
-        if size <= 0:
-            raise ModelError(f"{what} must be positive for {name}")
-        if size > max_batch_size:
-            raise ModelError(f"{what} must be <= max batch size for {name}")
-
-
 def _validate_dynamic_batching(batching: Any, max_batch_size: int, name: str) -> None:
-    _validate_preferred(batching.preferred_batch_size, max_batch_size, "dynamic batching preferred size", name)
+    validate_preferred(batching.preferred_batch_size, max_batch_size, "dynamic batching preferred size", name)
     levels = batching.priority_levels
     if levels > 2**16:
         raise ModelError(f"dynamic batching priority levels must be at most {2**16} for {name}, got {levels}")
@@ -137,11 +144,9 @@ def _validate_dynamic_batching(batching: Any, max_batch_size: int, name: str) ->
             )
     if any(policy.timeout_action not in _Policy.TimeoutAction.values() for policy in policies):
         raise ModelError(f"queue policy must have timeout_action REJECT or DELAY for {name}")
-    delays = [("max_queue_delay_microseconds", batching.max_queue_delay_microseconds)]
-    delays += [("default_timeout_microseconds", policy.default_timeout_microseconds) for policy in policies]
-    for field, value in delays:
-        if value > MAX_MICROSECONDS:
-            raise ModelError(f"'{field}' must be at most {MAX_MICROSECONDS} for {name}, got {value}")
+    validate_microseconds("max_queue_delay_microseconds", batching.max_queue_delay_microseconds, name)
+    for policy in policies:
+        validate_microseconds("default_timeout_microseconds", policy.default_timeout_microseconds, name)
 
 
 def _validate_instance_groups(config: _Config, gpus: Sequence[int]) -> None:
@@ -171,4 +176,7 @@ def _gpu_problems(group: Any, gpus: Sequence[int]) -> Iterator[str]:
     for gpu in group.gpus:
         if gpu not in gpus:
             available = ", ".join(map(str, gpus))
-            yield f"specifies invalid or unsupported gpu id {gpu}. Available are: {available}"
+            yield (
+                f"specifies invalid or unsupported gpu id {gpu}. GPUs with at least the minimum required CUDA compute "
+                f"compatibility of 6.000000 are: {available}"
+            )

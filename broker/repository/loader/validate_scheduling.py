@@ -1,0 +1,245 @@
+"""Triton's rules for what stands beside tensors and instances: sequences, batch helpers, cache, warm-up.
+
+Called by `validate`. Texts are Triton's wherever it has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from tritonclient.grpc import model_config_pb2
+
+from broker.repository.loader.failure import ModelError
+
+MAX_MICROSECONDS = 2**53 // 1000 * 1000  # as nanoseconds still a signed 64-bit number
+MAX_CANDIDATES = 1 << 20  # sequences of one instance: each has a record and maybe state
+MAX_STATES = 64
+
+_Config: TypeAlias = model_config_pb2.ModelConfig
+_Control = model_config_pb2.ModelSequenceBatching.Control
+FLAGS = {
+    "int32_false_true": model_config_pb2.TYPE_INT32,
+    "fp32_false_true": model_config_pb2.TYPE_FP32,
+    "bool_false_true": model_config_pb2.TYPE_BOOL,
+}
+_CORRIDS = (
+    model_config_pb2.TYPE_UINT64,
+    model_config_pb2.TYPE_INT64,
+    model_config_pb2.TYPE_UINT32,
+    model_config_pb2.TYPE_INT32,
+    model_config_pb2.TYPE_STRING,
+)
+_ONE_OF = "either 'int32_false_true', 'fp32_false_true' or 'bool_false_true'"
+
+
+def validate_scheduling(config: _Config) -> None:
+    """Raise ModelError at the first rule that is broken."""
+    if config.HasField("sequence_batching"):
+        validate_sequence(config)
+    validate_batch_io(config)
+    for group in config.instance_group:
+        for resource in group.rate_limiter.resources:
+            if not resource.name or resource.count < 1:
+                raise ModelError(
+                    f"rate limiter resources of instance group '{group.name}' must have a name and a count of at least "
+                    f"1 for {config.name}"
+                )
+    if config.response_cache.enable:
+        _validate_cache(config)
+
+
+def _validate_cache(config: _Config) -> None:
+    prefix = f"Response Cache does not currently support model {config.name}"
+    if config.HasField("sequence_batching"):
+        raise ModelError(f"{prefix} with sequence batching scheduler. Please disable the response cache.")
+    if config.model_transaction_policy.decoupled:
+        raise ModelError(f"{prefix} with 'decoupled' transaction policy. Please disable the response cache.")
+
+
+def validate_preferred(sizes: Sequence[int], max_batch_size: int, what: str, name: str) -> None:
+    """Preferred batch sizes of any scheduler."""
+    for size in sizes:
+        if size <= 0:
+            raise ModelError(f"{what} must be positive for {name}")
+        if size > max_batch_size:
+            raise ModelError(f"{what} must be <= max batch size for {name}")
+
+
+def validate_microseconds(field: str, value: int, name: str) -> None:
+    """A duration that fits into 64 bits as nanoseconds."""
+    if value > MAX_MICROSECONDS:
+        raise ModelError(f"'{field}' must be at most {MAX_MICROSECONDS} for {name}, got {value}")
+
+
+# --- sequences ----------------------------------------------------------------------------------------------------
+
+
+def validate_sequence(config: _Config) -> None:
+    """Controls, strategy, and the tensors of implicit state."""
+    batching, name = config.sequence_batching, config.name
+    _validate_controls(batching, name)
+    if batching.HasField("oldest"):
+        oldest = batching.oldest
+        what = "sequence batching preferred batch size"
+        validate_preferred(oldest.preferred_batch_size, config.max_batch_size, what, name)
+        validate_microseconds("max_queue_delay_microseconds", oldest.max_queue_delay_microseconds, name)
+        if not 0 <= oldest.max_candidate_sequences <= MAX_CANDIDATES:
+            raise ModelError(f"'max_candidate_sequences' must be in range [0, {MAX_CANDIDATES}] for {name}")
+    else:
+        if not 0.0 <= batching.direct.minimum_slot_utilization <= 1.0:
+            raise ModelError(f"sequence batching minimum slot utilization must be in range (0.0, 1.0] for {name}")
+        validate_microseconds("max_queue_delay_microseconds", batching.direct.max_queue_delay_microseconds, name)
+    validate_microseconds("max_sequence_idle_microseconds", batching.max_sequence_idle_microseconds, name)
+    if batching.iterative_sequence and not config.model_transaction_policy.decoupled:
+        raise ModelError(
+            f"iterative_sequence needs model_transaction_policy {{ decoupled: true }} for {name}: each pass may respond"
+        )
+    if any(text.allow_ragged_batch for text in config.input) and batching.state:
+        raise ModelError(f"allow_ragged_batch cannot be combined with sequence_batching.state for {name}")
+    _validate_states(config)
+
+
+def _validate_controls(batching: Any, name: str) -> None:
+    tensors: set[str] = set()
+    kinds: set[int] = set()
+    for control_input in batching.control_input:
+        if not control_input.name:
+            raise ModelError(f"sequence batching control tensor must have a name for {name}")
+        if control_input.name in tensors or len(control_input.control) > 1:
+            raise ModelError(
+                f"sequence batching control tensor '{control_input.name}' is specified for multiple control kinds for "
+                f"{name}"
+            )
+        tensors.add(control_input.name)
+        for control in control_input.control:
+            kind = control_kind(control)
+            if control.kind in kinds:
+                raise ModelError(f"sequence batching specifies multiple {kind} tensors for {name}")
+            kinds.add(control.kind)
+            if control.kind == _Control.CONTROL_SEQUENCE_CORRID:
+                _validate_corrid(control, name)
+            else:
+                _validate_flag(control, kind, name)
+
+
+def control_kind(control: Any) -> str:
+    """Its name, or its number as text where the schema has none."""
+    known = control.kind in _Control.Kind.values()
+    return str(_Control.Kind.Name(control.kind)) if known else str(control.kind)
+
+
+def _validate_flag(control: Any, kind: str, name: str) -> None:
+    given = [field for field in FLAGS if getattr(control, field)]
+    if not given:
+        raise ModelError(f"sequence batching must specify {_ONE_OF} for {kind} for {name}")
+    if len(given) > 1:
+        raise ModelError(
+            "sequence batching specifies more than one from 'int32_false_true', 'fp32_false_true' and "
+            f"'bool_false_true' for {kind} for {name}"
+        )
+    if len(getattr(control, given[0])) != 2:
+        raise ModelError(f"sequence batching control '{given[0]}' must have exactly 2 entries for {kind} for {name}")
+
+
+def _validate_corrid(control: Any, name: str) -> None:
+    if any(getattr(control, field) for field in FLAGS):
+        raise ModelError(f"sequence batching must not specify {_ONE_OF} for CONTROL_SEQUENCE_CORRID for {name}")
+    if control.data_type not in _CORRIDS:
+        raise ModelError(
+            f"unexpected data type for control CONTROL_SEQUENCE_CORRID for {name}. Allowed data types are TYPE_UINT64, "
+            "TYPE_INT64, TYPE_UINT32, TYPE_INT32 and TYPE_STRING"
+        )
+
+
+def _validate_states(config: _Config) -> None:
+    name, batching = config.name, config.sequence_batching
+    taken = {text.name for text in config.input} | {control.name for control in batching.control_input}
+    outputs: set[str] = set()
+    if len(batching.state) > MAX_STATES:
+        raise ModelError(f"sequence batching has {len(batching.state)} states for {name}, at most {MAX_STATES}")
+    for state in batching.state:
+        prefix = f"sequence batching state '{state.input_name}'"
+        if not state.input_name or not state.output_name:
+            raise ModelError(f"sequence batching state must specify 'input_name' and 'output_name' for {name}")
+        if state.input_name in taken:
+            raise ModelError(f"{prefix} is also an input or a control or another state for {name}")
+        if state.output_name in outputs:
+            raise ModelError(f"{prefix} has output_name '{state.output_name}', which another state has for {name}")
+        taken.add(state.input_name)
+        outputs.add(state.output_name)
+        _validate_shape(prefix, state, name)
+        if len(state.initial_state) > 1:
+            raise ModelError(f"{prefix} has {len(state.initial_state)} initial states for {name}, at most one")
+        for initial in state.initial_state:
+            _validate_initial(prefix, state, initial, name)
+    for control in batching.control_input:
+        if any(text.name == control.name for text in config.input):
+            raise ModelError(f"sequence batching control tensor '{control.name}' is also in 'input' for {name}")
+
+
+def _validate_initial(prefix: str, state: Any, initial: Any, name: str) -> None:
+    where = f"{prefix} initial state '{initial.name}'"
+    _validate_shape(where, initial, name)
+    if initial.data_type != state.data_type:
+        raise ModelError(f"{where} must have the data type of its state for {name}")
+    fits = len(initial.dims) == len(state.dims) and all(
+        there in (-1, here) for here, there in zip(initial.dims, state.dims, strict=True)
+    )
+    if -1 in initial.dims or not fits:
+        raise ModelError(
+            f"{where} has dims {list(initial.dims)}, which must be fixed and fit the state's {list(state.dims)} for "
+            f"{name}"
+        )
+    if initial.WhichOneof("state_data") is None:
+        raise ModelError(f"{where} must specify 'zero_data' or 'data_file' for {name}")
+
+
+def _validate_shape(prefix: str, text: Any, name: str) -> None:
+    if text.data_type not in model_config_pb2.DataType.values() or text.data_type == model_config_pb2.TYPE_INVALID:
+        raise ModelError(f"{prefix} must specify 'data_type' for {name}")
+    if not text.dims:
+        raise ModelError(f"{prefix} must specify 'dims' for {name}")
+    if any(dim < 1 and dim != -1 for dim in text.dims):
+        raise ModelError(
+            f"{prefix} dimension must be integer >= 1, or -1 to indicate a variable-size dimension for {name}"
+        )
+
+
+# --- batch helpers ------------------------------------------------------------------------------------------------
+
+
+def validate_batch_io(config: _Config) -> None:
+    """`batch_input` and `batch_output`."""
+    inputs = {text.name for text in config.input}
+    outputs = {text.name for text in config.output}
+    made: set[str] = set()
+    for item in config.batch_input:
+        _validate_sources("batch input", model_config_pb2.BatchInput.Kind, item, inputs)
+        if item.data_type not in (model_config_pb2.TYPE_INT32, model_config_pb2.TYPE_FP32):
+            raise ModelError("batch input data type must be TYPE_INT32 or TYPE_FP32")
+        if not item.target_name:
+            raise ModelError(f"batch input must specify 'target_name' for {config.name}")
+        for target in item.target_name:
+            if target in made or target in inputs:
+                raise ModelError(f"target input name '{target}' can only be specified once")
+            made.add(target)
+    cut: set[str] = set()
+    for item in config.batch_output:
+        _validate_sources("batch output", model_config_pb2.BatchOutput.Kind, item, inputs)
+        for target in item.target_name:
+            if target not in outputs:
+                raise ModelError(f"unknown target output name '{target}'")
+            if target in cut:
+                raise ModelError(f"target output name '{target}' can only be specified once")
+            cut.add(target)
+
+
+def _validate_sources(what: str, kinds: Any, item: Any, inputs: set[str]) -> None:
+    if item.kind not in kinds.values():
+        raise ModelError(f"unknown {what} kind '{item.kind}'")
+    if len(item.source_input) != 1:
+        raise ModelError(f"{what} kind '{kinds.Name(item.kind)}' expects 1 source input, got {len(item.source_input)}")
+    for source in item.source_input:
+        if source not in inputs:
+            raise ModelError(f"unknown source input name '{source}'")
