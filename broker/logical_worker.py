@@ -56,6 +56,7 @@ class Owner(Protocol):
 
     blocks: StatisticsBlocks
     model_load_deaths: int
+    cache_byte_size: int
     ping_every_s: float
     ping_limit_s: float
     plans: PlanBook | None
@@ -287,7 +288,8 @@ class Worker:
 
     async def _bring_up(self, process: WorkerProcess) -> None:
         """Returns when it is ready, or will be dead."""
-        start = Start(worker=self.key, broker_pid=os.getpid(), block=self._block)
+        cache = self._owner.cache_byte_size
+        start = Start(worker=self.key, broker_pid=os.getpid(), block=self._block, cache_byte_size=cache)
         try:
             process.post(start, (self._owner.blocks.page.fd,))
             async with asyncio.timeout(ANSWER_S):

@@ -4,12 +4,15 @@ Made on request from the parts that own the facts, for gateways (`broker.gateway
 are in nanoseconds, histograms are counts up to each bound of `shm.statistics.BOUNDS_NS` and one above, counters never
 go back while the broker runs.
 
-    models      model_stats, and: latency, failures by Triton's reason, load_s (how long the latest load took)
+    models      model_stats, and: latency, failures by Triton's reason, load_s (how long the latest load took), cached
+                (are answers kept?)
     transports  native, http, grpc, zmq → requests, and for gateways' ones: failed, ns, latency
     copied_bytes  reason → what gateways copied (a model's own `copied_bytes` are its workers')
     regions     kind → count, byte_size               region_limit  bytes, --region-memory
     clients     session → requests under way          sessions      how many are open
     workers     key → restarts, lost_wakeups, requests, refused, recovered, in_flight
+    cache       of all workers: byte_size (0: there is none), used, entries, hits, misses, evictions, lookup_ns,
+                insertion_ns
     gateways    index → restarts
 """
 
@@ -24,8 +27,32 @@ from broker.records import CLIENT
 from broker.registry import Registry
 from broker.statistics_blocks import StatisticsBlocks
 from shm.gateway_counters import GatewayCounters, copied_bytes, totals
-from shm.statistics import IN_FLIGHT, LOST_WAKEUPS, RECOVERED, REFUSED, TAKEN
+from shm.statistics import (
+    CACHE_ALL_HITS,
+    CACHE_ALL_MISSES,
+    CACHE_ENTRIES,
+    CACHE_EVICTIONS,
+    CACHE_INSERTION_NS,
+    CACHE_LOOKUP_NS,
+    CACHE_SIZE,
+    CACHE_USED,
+    IN_FLIGHT,
+    LOST_WAKEUPS,
+    RECOVERED,
+    REFUSED,
+    TAKEN,
+)
 
+_CACHE_WORDS = {
+    "byte_size": CACHE_SIZE,
+    "used": CACHE_USED,
+    "entries": CACHE_ENTRIES,
+    "evictions": CACHE_EVICTIONS,
+    "hits": CACHE_ALL_HITS,
+    "misses": CACHE_ALL_MISSES,
+    "lookup_ns": CACHE_LOOKUP_NS,
+    "insertion_ns": CACHE_INSERTION_NS,
+}
 MAX_CLIENTS = 1000  # shown one by one
 _WORKER_WORDS = {
     "lost_wakeups": LOST_WAKEUPS,
@@ -98,6 +125,7 @@ class MetricsDocument:
             "clients": {str(session): count for session, count in islice(self._depths(), MAX_CLIENTS)},
             "sessions": len(self._sessions),
             "workers": {worker.key: self._worker(worker) for worker in self._workers},
+            "cache": self._cache(),
             "gateways": {str(row["index"]): {"restarts": row["restarts"]} for row in self._gateways.rows()},
         }
 
@@ -108,6 +136,7 @@ class MetricsDocument:
         return {
             **row,
             "latency": distribution["latency"],
+            "cached": distribution["cached"],
             "failures": {
                 "REJECTED": row["expired"],  # refused while it was queued
                 "CANCELED": row["cancelled"],
@@ -116,6 +145,10 @@ class MetricsDocument:
             },
             "load_s": self._models.load_seconds(name, version),
         }
+
+    def _cache(self) -> dict[str, int]:
+        blocks = [self._blocks.of_worker(worker.key) for worker in self._workers]
+        return {name: sum(block[word] for block in blocks) for name, word in _CACHE_WORDS.items()}
 
     def _transports(self) -> dict[str, dict[str, Any]]:
         native = {"requests": self._channels.completed()[CLIENT]}

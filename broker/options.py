@@ -14,6 +14,7 @@ from typing import NoReturn, final
 
 from msgspec.structs import replace
 
+from broker.cache_flags import cache_byte_size
 from broker.flags import Given, UsageError, boolean, integer
 from broker.gateway.options import GatewayOptions, LogOptions
 from broker.gateway_flags import EFFECTIVE as GATEWAY_FLAGS
@@ -24,6 +25,7 @@ from broker.triton_flags import BOOLEAN, REPEATED, SINGLE
 EFFECTIVE = GATEWAY_FLAGS | frozenset(
     {
         "backend-config",
+        "cache-config",
         "disable-auto-complete-config",
         "exit-on-error",
         "exit-timeout-secs",
@@ -34,9 +36,11 @@ EFFECTIVE = GATEWAY_FLAGS | frozenset(
         "log-info",
         "log-verbose",
         "log-warning",
+        "model-config-name",
         "model-control-mode",
         "model-repository",
         "model-store",
+        "response-cache-byte-size",
         "strict-model-config",
         "strict-readiness",
     }
@@ -56,10 +60,12 @@ class Options:
     exit_timeout_secs: int
     exit_on_error: bool
     strict_model_config: bool
+    model_config_name: str
     default_max_batch_size: int
     model_control_mode: str
     load_model: tuple[str, ...]
     strict_readiness: bool
+    cache_byte_size: int
     log: LogOptions
     gateway: GatewayOptions
     trace: TraceOptions
@@ -101,10 +107,12 @@ def parse_serve(arguments: Sequence[str]) -> Options:
         exit_on_error=given.flag("exit-on-error", True),
         strict_model_config=given.flag("strict-model-config", False)
         or given.flag("disable-auto-complete-config", False),
+        model_config_name=given.text("model-config-name", ""),
         default_max_batch_size=_default_max_batch_size(given.all("backend-config")),
         model_control_mode=given.text("model-control-mode", "none"),
         load_model=given.all("load-model"),
         strict_readiness=given.flag("strict-readiness", True),
+        cache_byte_size=cache_byte_size(given),
         log=log,
         gateway=replace(gateway_options(given), log=log),
         trace=trace_options(given),
@@ -119,6 +127,8 @@ def _check(given: Given) -> None:
     mode = given.text("model-control-mode", "none")
     if "load-model" in given and mode != "explicit":
         raise UsageError("Error: Use of '--load-model' requires setting '--model-control-mode=explicit' as well.")
+    if "/" in given.text("model-config-name", ""):
+        raise UsageError("invalid argument for --model-config-name: it must be a plain name")
     if mode not in ("none", "poll", "explicit"):
         raise UsageError(f"invalid argument for --model-control-mode: {mode}")
     if given.text("log-format", "default") not in ("default", "ISO8601"):

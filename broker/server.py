@@ -66,13 +66,16 @@ class Server:
         version = distribution_version("tensorbroker")
         epoch = secrets.token_hex(8)
         blocks = StatisticsBlocks(StatisticsPage.create())
-        self._workers = Workers(blocks, model_load_deaths=options.model_load_deaths)
+        self._workers = Workers(
+            blocks, model_load_deaths=options.model_load_deaths, cache_byte_size=options.cache_byte_size
+        )
         self._models = Models(
             self._workers,
             LoadRequest(
                 repositories=options.model_repository,
                 strict=options.strict_model_config,
                 default_max_batch_size=options.default_max_batch_size,
+                config_name=options.model_config_name,
             ),
             control_mode=options.model_control_mode,
             startup_models=options.load_model,

@@ -33,11 +33,11 @@ def option_table(options: Options) -> str:
         ("model_control_mode", _MODES[options.model_control_mode]),
         *((f"startup_models_{index}", name) for index, name in explicit),
         ("strict_model_config", int(options.strict_model_config)),
-        ("model_config_name", ""),
+        ("model_config_name", options.model_config_name),
         ("rate_limit", "OFF"),
         ("strict_readiness", int(options.strict_readiness)),
         ("exit_timeout", options.exit_timeout_secs),
-        ("cache_enabled", 0),
+        ("cache_enabled", int(options.cache_byte_size > 0)),
     ]
     return ascii_table(("Option", "Value"), rows)
 

@@ -16,12 +16,19 @@ from shm.statistics import (
     BATCHES,
     BLOCK,
     BLOCKS,
+    CACHE_HIT_NS,
+    CACHE_HITS,
+    CACHE_KEEP_NS,
+    CACHE_MISS_NS,
+    CACHE_MISSES,
+    CACHED,
     CANCELLED,
     COPIED,
     EXECUTIONS,
     EXPIRED,
     FAIL,
     FAIL_NS,
+    HIT_LATENCY,
     INFER_NS,
     INFERENCES,
     INPUT_NS,
@@ -107,7 +114,8 @@ class StatisticsBlocks:
         def total(word: int) -> int:
             return sum(block[word] for block in blocks)
 
-        success, executions = total(SUCCESS), total(EXECUTIONS)
+        ran, hits, executions = total(SUCCESS), total(CACHE_HITS), total(EXECUTIONS)
+        hit_ns = total(CACHE_HIT_NS)
         durations = {name: total(word) for name, word in _DURATIONS}
         return {
             "name": model,
@@ -116,11 +124,12 @@ class StatisticsBlocks:
             "inference_count": total(INFERENCES),
             "execution_count": executions,
             "inference_stats": {
-                "success": _duration(success, sum(durations.values())),
+                "success": _duration(ran + hits, sum(durations.values()) + hit_ns),
                 "fail": _duration(total(FAIL), total(FAIL_NS)),
-                **{name: _duration(success, ns) for name, ns in durations.items()},
-                "cache_hit": _duration(0, 0),
-                "cache_miss": _duration(0, 0),
+                **{name: _duration(ran, ns) for name, ns in durations.items()},
+                "queue": _duration(ran + hits, durations["queue"]),  # of hits 0 ns, but counted, as in Triton
+                "cache_hit": _duration(hits, hit_ns),
+                "cache_miss": _duration(total(CACHE_MISSES), total(CACHE_MISS_NS) + total(CACHE_KEEP_NS)),
             },
             "batch_stats": _batch_stats(blocks),
             "memory_usage": [],
@@ -135,7 +144,10 @@ class StatisticsBlocks:
         """What `model_stats` has no place for: successful requests by duration, failures that were not the model's."""
         blocks = self._of((model, version))
         return {
-            "latency": [sum(block[LATENCY + at] for block in blocks) for at in range(LATENCIES)],
+            "latency": [
+                sum(block[LATENCY + at] + block[HIT_LATENCY + at] for block in blocks) for at in range(LATENCIES)
+            ],
+            "cached": any(block[CACHED] for block in blocks),
             "refused_early": sum(block[REFUSED_EARLY] for block in blocks),
         }
 

@@ -47,6 +47,7 @@ class Workers:
         "_workers",
         "_zygote",
         "blocks",
+        "cache_byte_size",
         "model_load_deaths",
         "on_channel_broken",
         "on_model_lost",
@@ -61,13 +62,17 @@ class Workers:
         blocks: StatisticsBlocks,
         *,
         model_load_deaths: int = 5,
+        cache_byte_size: int = 0,
         entry: str = WORKER_ENTRY,
         ping_every_s: float = PING_EVERY_S,
         ping_limit_s: float = PING_LIMIT_S,
     ) -> None:
-        """`entry`: the module whose `main(link)` is a worker's life. `ping_limit_s`: of silence, then it is killed."""
+        """`cache_byte_size`: of each worker's response cache (0: none). `entry`: the module whose `main(link)` is a
+        worker's life. `ping_limit_s`: of silence, then it is killed.
+        """
         self.blocks = blocks
         self.model_load_deaths = model_load_deaths
+        self.cache_byte_size = cache_byte_size
         self.ping_every_s = ping_every_s
         self.ping_limit_s = ping_limit_s
         self.plans: PlanBook | None = None

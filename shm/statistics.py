@@ -24,15 +24,21 @@ INFERENCES = 11  # rows (Triton's inference_count)
 EXECUTIONS = 12  # model runs (execution_count)
 LAST_MS = 13  # wall clock, ms since the epoch, of the last inference
 FAIL_NS = 14
-COPIED = 16  # .. +4: bytes copied, by reason
-REASONS = ("policy", "gather", "scatter", "output", "align")
+COPIED = 16  # .. +5: bytes copied, by reason
+REASONS = ("policy", "gather", "scatter", "output", "align", "cache")
 RETRIED = 24  # requests run again after a worker's death
 PENDING = 25  # requests queued for the model now (first instance's block only)
 REFUSED_EARLY = 26  # of FAIL: requests that ended before the model ran them, and not by its fault
+# Of models with a response cache, in the first instance's block, by the loop's leader; CACHE_KEEP_NS by each instance
+CACHED = 23  # 1: answers of this model are kept
+CACHE_HITS, CACHE_HIT_NS = 27, 28  # answered without a run; not in SUCCESS
+CACHE_MISSES, CACHE_MISS_NS = 29, 30  # looked up in vain
+CACHE_KEEP_NS = 31  # keeping what was missed
 LATENCY = 32  # .. +LATENCIES-1: successful requests by duration (queue to output), see BOUNDS_NS
 BOUNDS_NS = (*(digit * 10**power for power in range(4, 10) for digit in (1, 2, 5)), 10**10)  # 10 µs … 10 s
 LATENCIES = len(BOUNDS_NS) + 1  # the last: longer than all bounds
-BATCHES = LATENCY + LATENCIES  # 4 words per batch size 1..MAX_BATCH: executions, input ns, infer ns, output ns
+HIT_LATENCY = LATENCY + LATENCIES  # .. +LATENCIES-1: the same of cache hits
+BATCHES = HIT_LATENCY + LATENCIES  # 4 words per batch size 1..MAX_BATCH: executions, input ns, infer ns, output ns
 MAX_BATCH = (BLOCK - BATCHES) // 4  # larger batches are counted at this size
 
 # Words of a worker's own block
@@ -41,6 +47,9 @@ TAKEN = 4  # requests taken from channels
 IN_FLIGHT = 5
 REFUSED = 6  # entries that broke a rule of the channel
 RECOVERED = 7
+CACHE_SIZE, CACHE_USED, CACHE_ENTRIES = 8, 9, 10  # the response cache: bytes it may take, bytes and entries in it now
+CACHE_EVICTIONS, CACHE_ALL_HITS, CACHE_ALL_MISSES = 11, 12, 13
+CACHE_LOOKUP_NS, CACHE_INSERTION_NS = 14, 15
 
 
 def bucket(ns: int) -> int:

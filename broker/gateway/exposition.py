@@ -21,12 +21,12 @@ from prometheus_client.core import (
     SummaryMetricFamily,
 )
 
+from broker.gateway.exposition_cache import cache_families
+from broker.gateway.exposition_parts import MODEL, PlainCounter, Row, counter, labels_of
 from shm.statistics import BOUNDS_NS
 
 Document = Mapping[str, Any]
-Row = Mapping[str, Any]
 
-MODEL = ("model", "version")
 FIRST_RESPONSE_MS = (100, 500, 2000, 5000)  # Triton's default buckets; all of them are bounds that are counted
 QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)  # Triton's default
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -63,7 +63,9 @@ class Config(NamedTuple):
 
 def text(document: Document, config: Config, host: Mapping[str, float]) -> bytes:
     """The exposition. `host`: nv_cpu_… gauges by name."""
-    families = [*_triton(document["models"], config), *_host(host), *_ours(document)]
+    models = document["models"]
+    cache = cache_families(document["cache"], models, durations=config.counters, summaries=config.summaries)
+    families = [*_triton(models, config), *cache, *_host(host), *_ours(document)]
     return _INTEGERS.sub(rb"\1", _plain_counters(generate_latest(_Families(families)), families))
 
 
@@ -78,14 +80,10 @@ class _Families:
         return self._families
 
 
-class _Counter(GaugeMetricFamily):
-    """A counter whose name stays as it is."""
-
-
 def _plain_counters(exposition: bytes, families: Iterable[Metric]) -> bytes:
     # Lines begin so nowhere else: in help texts and label values the client library escapes line ends.
     for family in families:
-        if isinstance(family, _Counter):
+        if isinstance(family, PlainCounter):
             name = family.name.encode()
             exposition = exposition.replace(b"\n# TYPE %b gauge\n" % name, b"\n# TYPE %b counter\n" % name, 1)
     return exposition
@@ -95,28 +93,28 @@ def _plain_counters(exposition: bytes, families: Iterable[Metric]) -> bytes:
 
 
 def _triton(models: Sequence[Row], config: Config) -> Iterator[Metric]:
-    yield _counter(
+    yield counter(
         "nv_inference_request_success",
         "Requests that ended with a result",
         models,
         lambda row: row["inference_stats"]["success"]["count"],
     )
-    failures = _Counter(
+    failures = PlainCounter(
         "nv_inference_request_failure",
         "Requests that ended without one, by reason",
         labels=(*MODEL, "reason"),
     )
     for row in models:
         for reason, count in row["failures"].items():
-            failures.add_metric((*_labels(row), reason), count)
+            failures.add_metric((*labels_of(row), reason), count)
     yield failures
-    yield _counter(
+    yield counter(
         "nv_inference_count",
         "Rows that models have run on: a request of batch size n counts n times",
         models,
         lambda row: row["inference_count"],
     )
-    yield _counter(
+    yield counter(
         "nv_inference_exec_count",
         "Runs of models: a batch of requests is one",
         models,
@@ -133,8 +131,8 @@ def _triton(models: Sequence[Row], config: Config) -> Iterator[Metric]:
         "nv_model_load_duration_secs", "How long the latest load of the model took, in seconds", labels=MODEL
     )
     for row in models:
-        pending.add_metric(_labels(row), row["pending"])
-        load.add_metric(_labels(row), row["load_s"])
+        pending.add_metric(labels_of(row), row["pending"])
+        load.add_metric(labels_of(row), row["load_s"])
     yield pending
     yield load
     if config.histograms:
@@ -157,9 +155,9 @@ def _durations(models: Sequence[Row]) -> Iterator[Metric]:
     }
     for part, (name, what) in texts.items():
         documentation = f"Microseconds of successful requests {what}"
-        family = _Counter(f"nv_inference_{name}_duration_us", documentation, labels=MODEL)
+        family = PlainCounter(f"nv_inference_{name}_duration_us", documentation, labels=MODEL)
         for row in models:
-            family.add_metric(_labels(row), row["inference_stats"][part]["ns"] // 1000)
+            family.add_metric(labels_of(row), row["inference_stats"][part]["ns"] // 1000)
         yield family
 
 
@@ -173,7 +171,7 @@ def _first_response(models: Sequence[Row]) -> Metric:
         below = dict(zip(BOUNDS_NS, accumulate(row["latency"]), strict=False))
         buckets = [(str(float(bound)), float(below[bound * 1_000_000])) for bound in FIRST_RESPONSE_MS]
         buckets.append(("+Inf", float(sum(row["latency"]))))
-        family.add_metric(_labels(row), buckets, row["inference_stats"]["success"]["ns"] / 1e6)
+        family.add_metric(labels_of(row), buckets, row["inference_stats"]["success"]["ns"] / 1e6)
     return family
 
 
@@ -185,11 +183,11 @@ def _summaries(models: Sequence[Row], quantiles: Sequence[float]) -> Iterator[Me
         )
         for row in models:
             stats = row["inference_stats"][part]
-            labels = dict(zip(MODEL, _labels(row), strict=True))
+            labels = dict(zip(MODEL, labels_of(row), strict=True))
             for quantile in quantiles if part == "success" else ():
                 value = quantile_ns(row["latency"], quantile) / 1000
                 family.add_sample(family.name, {**labels, "quantile": str(quantile)}, value)
-            family.add_metric(_labels(row), stats["count"], stats["ns"] / 1000)
+            family.add_metric(labels_of(row), stats["count"], stats["ns"] / 1000)
         yield family
 
 
@@ -227,7 +225,7 @@ def _ours(document: Document) -> Iterator[Metric]:
         "tensorbroker_request_duration_seconds",
         "Successful requests by time in the worker, from taken to answered",
         MODEL,
-        ((_labels(row), row["latency"], row["inference_stats"]["success"]["ns"]) for row in models),
+        ((labels_of(row), row["latency"], row["inference_stats"]["success"]["ns"]) for row in models),
     )
     yield _batch_sizes(models)
     depth = GaugeMetricFamily("tensorbroker_model_queue_depth", "Requests that wait for the model now", labels=MODEL)
@@ -240,10 +238,10 @@ def _ours(document: Document) -> Iterator[Metric]:
         labels=(*MODEL, "reason"),
     )
     for row in models:
-        depth.add_metric(_labels(row), row["pending"])
-        retried.add_metric(_labels(row), row["retried"])
+        depth.add_metric(labels_of(row), row["pending"])
+        retried.add_metric(labels_of(row), row["retried"])
         for reason, count in row["copied_bytes"].items():
-            copied.add_metric((*_labels(row), reason), count)
+            copied.add_metric((*labels_of(row), reason), count)
     for reason, count in document["copied_bytes"].items():
         copied.add_metric(("", "", reason), count)  # to Prometheus the same as no label
     yield from (depth, retried, copied)
@@ -284,7 +282,7 @@ def _batch_sizes(models: Sequence[Row]) -> Metric:
             for bound in BATCH_SIZES
         ]
         buckets.append(("+Inf", float(sum(count for _, count in executions))))
-        family.add_metric(_labels(row), buckets, row["inference_count"])
+        family.add_metric(labels_of(row), buckets, row["inference_count"])
     return family
 
 
@@ -322,17 +320,6 @@ def _processes(document: Document) -> Iterator[Metric]:
 
 
 # --- parts --------------------------------------------------------------------------------------------------------
-
-
-def _labels(row: Row) -> tuple[str, str]:
-    return row["name"], row["version"]
-
-
-def _counter(name: str, documentation: str, models: Sequence[Row], value: Any) -> Metric:
-    family = _Counter(name, documentation, labels=MODEL)
-    for row in models:
-        family.add_metric(_labels(row), value(row))
-    return family
 
 
 def _labelled(kind: Any, name: str, documentation: str, label: str, values: Mapping[str, float]) -> Metric:

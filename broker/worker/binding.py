@@ -88,12 +88,14 @@ def bind(
 ) -> Execution:
     """Bind `count` adjacent positions from the given ones on, `rows` rows each.
 
-    `all_open`: the runtime allocates every output, because one came out in another shape than the plan says.
+    `all_open`: the runtime allocates every output, because one came out in another shape than the plan says. So it does
+    where answers are kept: what clients can write to is not kept.
     """
     inputs: list[Operand] = []
     copies: list[tuple[Bytes, Bytes, str]] = []
     total = rows * count
     # Runtimes that are given strings give strings, and everything beside them, in memory of their own.
+    all_open = all_open or instance.model.cached is not None
     all_open = all_open or any(tensor.datatype == "BYTES" for tensor in (*plan.inputs, *plan.outputs))
     for tensor in plan.inputs:
         memory = _block(tensor, input_position, rows, count)
@@ -135,7 +137,7 @@ def deliver(
     note: list[int] = []
     moves: list[tuple[Bytes, Bytes]] = []
     for tensor, array in zip(tensors, arrays, strict=True):
-        data = _serialized(tensor, array)
+        data = serialized(tensor, array)
         if data.size > tensor.place.byte_size:
             raise InferError(
                 Code.INVALID_ARG,
@@ -160,7 +162,8 @@ def deliver(
     return sum(data.size for _, data in moves)
 
 
-def _serialized(tensor: PlacedTensor, array: npt.NDArray[np.generic]) -> Bytes:
+def serialized(tensor: PlacedTensor, array: npt.NDArray[np.generic]) -> Bytes:
+    """The bytes of an output as they lie in clients' memory."""
     if tensor.datatype == "BYTES":
         return np.frombuffer(datatypes.encode_bytes(array), np.uint8)
     return np.ascontiguousarray(array).view(np.uint8).reshape(-1) if array.size else np.empty(0, np.uint8)

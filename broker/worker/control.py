@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 from broker.worker import link, messages
+from broker.worker.cache import ResponseCache
 from broker.worker.link import Link
 from broker.worker.loop import DEPOSE_NS, Loop
 from broker.worker.models import ModelTable
@@ -38,7 +39,7 @@ _now = time.monotonic_ns
 class Control:
     """One per process; `run` is the main thread's loop."""
 
-    def __init__(self, to_broker: Link, page: StatisticsPage, own_block: int) -> None:
+    def __init__(self, to_broker: Link, page: StatisticsPage, own_block: int, cache_byte_size: int = 0) -> None:
         self._link = to_broker
         self._page = page
         self._watch_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -52,7 +53,8 @@ class Control:
         self._sessions: dict[int, int] = {}  # channel → session
         self._served: dict[int, dict[int, WorkerChannel]] = {}  # session → its channels, detached ones until idle
         self._fds: dict[int, tuple[int, int]] = {}  # channel → its doorbell and pipe
-        self._models = ModelTable(self._loop)
+        cache = ResponseCache(cache_byte_size, page.block(own_block)) if cache_byte_size else None
+        self._models = ModelTable(self._loop, cache)
         self._waits: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         self._threads = 0
         self._draining = False

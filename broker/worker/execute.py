@@ -7,15 +7,16 @@ its ending here; publishing it is the loop's.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from broker.worker.backends import Binding, Operand
-from broker.worker.binding import Execution, bind, deliver, execution_of, remember
+from broker.worker.binding import Execution, bind, deliver, execution_of, remember, serialized
+from broker.worker.cache import Output
 from broker.worker.model import BatchBuffers, Instance
-from broker.worker.plans import Plan
+from broker.worker.plans import Bytes, Plan
 from shm import statistics
 from shm.admission import Request
 from shm.errors import Code, InferError
@@ -76,7 +77,10 @@ def _run_execution(instance: Instance, request: Request, execution: Execution, b
     request.copied = execution.copied
     ended = ran
     if execution.opens:
-        delivered = deliver(instance.model, request, execution.opens, execution.binding.results())
+        results = execution.binding.results()
+        delivered = deliver(instance.model, request, execution.opens, results)
+        if instance.model.cached is not None:
+            _keep(instance, request, [copy for copy, _, _ in execution.copies], results)
         instance.count_copy("output", delivered)
         request.copied += delivered
         ended = _now()
@@ -181,7 +185,10 @@ def _run_gathered(instance: Instance, requests: list[Request], now: int) -> None
     binding = _batch_binding(instance, requests[0], buffers, rows)
     copied = _now()
     ran = _run(instance, binding.run, rows, copied)
-    scattered = _scatter(instance, requests, buffers, binding.results(), rows)
+    results = binding.results()
+    scattered = _scatter(instance, requests, buffers, results, rows)
+    if instance.model.cached is not None:
+        _keep_rows(instance, requests, buffers, results)
     ended = _now()
     instance.count_copy("gather", gathered)
     instance.count_copy("scatter", scattered)
@@ -191,6 +198,46 @@ def _run_gathered(instance: Instance, requests: list[Request], now: int) -> None
         request.input_ns, request.infer_ns, request.output_ns = copied - began, ran - copied, ended - ran
         queued += waited
     instance.count_batch(len(requests), rows, queued, copied - began, ran - copied, ended - ran)
+
+
+def _keep(
+    instance: Instance, request: Request, inputs: Sequence[Bytes], outputs: Sequence[npt.NDArray[np.generic]]
+) -> None:
+    """For the response cache: `inputs` is what the model has seen, `outputs` what it made of it."""
+    plan, model = request.plan, instance.model
+    assert isinstance(plan, Plan)
+    assert model.cached is not None
+    kept = []
+    for tensor, array in zip(plan.outputs, outputs, strict=True):
+        reshape = model.reshapes.get(tensor.name)
+        shape = tuple(array.shape) if reshape is None else reshape.to_client(tensor.name, array.shape)
+        kept.append(Output(tensor.name, shape, serialized(tensor, array).tobytes()))
+    model.cached.keep(plan, request.rows, inputs, kept, instance.block)
+
+
+def _keep_rows(
+    instance: Instance, requests: list[Request], buffers: BatchBuffers, opened: list[npt.NDArray[np.generic]]
+) -> None:
+    """The same of each request of a batch, whose rows lie side by side."""
+    cached, row = instance.model.cached, 0
+    assert cached is not None
+    for request in requests:
+        plan, rows, arrays = request.plan, request.rows, iter(opened)
+        assert isinstance(plan, Plan)
+        kept = []
+        for tensor, buffer in zip(plan.outputs, buffers.outputs, strict=True):
+            if buffer is None:
+                array = next(arrays)[row : row + rows]
+                kept.append(Output(tensor.name, tuple(array.shape), serialized(tensor, array).tobytes()))
+            else:
+                part = buffer[row * tensor.row_bytes : (row + rows) * tensor.row_bytes]
+                kept.append(Output(tensor.name, tensor.shape_of(rows), part.tobytes()))
+        inputs = [
+            buffer[row * tensor.row_bytes : (row + rows) * tensor.row_bytes]
+            for tensor, buffer in zip(plan.inputs, buffers.inputs, strict=True)
+        ]
+        cached.keep(plan, rows, inputs, kept, instance.block)
+        row += rows
 
 
 def _scatter(

@@ -15,6 +15,7 @@ from typing import final
 
 from broker.worker.execute import run_batch
 from broker.worker.hot_set import HotSet
+from broker.worker.intake import take_in
 from broker.worker.model import MISSING, LoadedModel
 from broker.worker.plans import Plan
 from broker.worker.scheduler import SHORT_NS, Batch, Scheduler
@@ -286,6 +287,8 @@ class Loop:
         taken: list[Request] = []
         notable = channel.take(TAKE_LIMIT, now, taken)
         self._taken += len(taken)
+        if taken and any(request.plan.model.answers for request in taken):  # type: ignore[union-attr]
+            taken = take_in(taken)
         if taken:
             self.end(self.scheduler.add(taken), *MISSING)
         refused = [request for request, admitted in notable if not admitted]

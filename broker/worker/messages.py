@@ -29,11 +29,12 @@ class LinkMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
 
 
 class Start(LinkMessage, frozen=True, kw_only=True, tag=True):
-    """First message. `block` is the worker's own block in the statistics page."""
+    """First message. `block` is the worker's own block in the statistics page. `cache_byte_size` 0: no such cache."""
 
     worker: str
     broker_pid: int
     block: int
+    cache_byte_size: int = 0
 
 
 class LoadInstances(LinkMessage, frozen=True, kw_only=True, tag=True):

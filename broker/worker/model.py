@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ from broker.worker.reshape import reshapes
 from shm import statistics
 from shm.admission import Verdict
 from shm.errors import Code
+
+if TYPE_CHECKING:
+    from broker.worker.cached import Cached
 
 FLUSH = 64  # inline executions remembered at most
 RECHECK = 100  # batches after which it is looked at again whether batching has come to pay
@@ -184,6 +187,7 @@ class LoadedModel:
         "_may_share",
         "alone",
         "answers",
+        "cached",
         "closed",
         "config",
         "copied",
@@ -211,6 +215,7 @@ class LoadedModel:
         # Does a lone request go as soon as an instance is free?
         self.immediate = batching is None or not batching.max_queue_delay_microseconds
         self.answers = config.response_cache or config.ensemble is not None  # without an instance of its own
+        self.cached: Cached | None = None
         self.shares = 0  # since all that waits was last given to one instance
         most = config.max_batch_size
         self._may_share = self.immediate and batching is not None and batching.preferred_batch_size in ((), (most,))
@@ -261,8 +266,16 @@ class LoadedModel:
                 self.instances.append(instance)
         self.free = list(self.instances)
 
+    def keep_answers(self, cached: Cached) -> None:
+        """Before it serves. What is kept is read from the instances' own copies, so nothing runs on clients' memory."""
+        self.cached = cached
+        self.copied = frozenset(tensor.name for tensor in self.config.input)
+        self.alone = self.immediate = False
+
     def close(self) -> None:
         """Give the runtimes' memory back. Nothing runs any more."""
+        if self.cached is not None:
+            self.cached.close()
         for instance in self.instances:
             instance.close()
 

@@ -10,10 +10,13 @@ from collections.abc import Callable
 from typing import final
 
 from broker.worker import backends
+from broker.worker.cache import ResponseCache
+from broker.worker.cached import Cached
 from broker.worker.loop import Loop
 from broker.worker.messages import LoadInstances
 from broker.worker.model import MISSING, LoadedModel
 from broker.worker.plans import Plan, adopt
+from shm import statistics
 from shm.admission import Verdict
 from shm.errors import Code, InferError
 
@@ -30,8 +33,9 @@ class ModelTable:
     `lock` also guards whether a plan is open and simple: a load must not open again what the control thread closes.
     """
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: Loop, cache: ResponseCache | None = None) -> None:
         self._loop = loop
+        self._cache = cache
         self.lock = threading.Lock()
         self._versions: dict[str, dict[int, LoadedModel]] = {}
         self._signatures: dict[object, object] = {}
@@ -51,6 +55,11 @@ class ModelTable:
             raise InferError(Code.NOT_FOUND, f"model '{config.name}' has no version {message.version}")
         try:
             model.load(backends.find(config), directory, blocks)
+            cache = self._cache if config.response_cache and blocks else None
+            if blocks:
+                blocks[0][statistics.CACHED] = cache is not None
+            if cache is not None:
+                model.keep_answers(Cached(cache, config.name, model.version, model.generation, blocks[0]))
         except BaseException:
             model.close()
             raise

@@ -49,6 +49,12 @@ class PlacedTensor:
         size = rows * self.row_bytes if rows and self.row_bytes else self.place.byte_size
         return self.region.bytes[start : start + size]
 
+    def snapshot(self, position: int, rows: int = 0) -> bytes | memoryview:
+        """What `memory` has, as it is now, without the risk that a truncated file is."""
+        start = self.place.offset + position * self.place.stride
+        size = rows * self.row_bytes if rows and self.row_bytes else self.place.byte_size
+        return self.region.snapshot(start, size)
+
     def shape_of(self, rows: int) -> tuple[int, ...]:
         """The tensor's shape with its batch dimension set to `rows` (0: as prepared)."""
         return (rows, *self.shape[1:]) if rows and self.shape else self.shape

@@ -48,6 +48,15 @@ class Region:
         self.used = True
         return self._fd >= 0 and shrunk(self._fd, self.file_size)
 
+    def snapshot(self, start: int, size: int) -> bytes | memoryview:
+        """The bytes from `start` on as they are now: less than `size` of a file that was truncated.
+
+        Of shared files a copy: reading their mapping would end this process if it happened meanwhile.
+        """
+        if self._fd < 0:
+            return self.bytes[start : start + size].data
+        return os.pread(self._fd, size, self.info.offset + start)
+
     def __del__(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)

@@ -16,7 +16,7 @@ from shm.statistics import BOUNDS_NS, LATENCIES, REASONS, bucket
 
 DEFAULT = Config()
 DOCUMENT = Path(__file__).parents[2] / "docs/metrics.md"
-DURATIONS = ("success", "queue", "compute_input", "compute_infer", "compute_output")
+DURATIONS = ("success", "queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
 
 
 def latency(*durations_ns: int) -> list[int]:
@@ -44,6 +44,7 @@ def model(name: str = "m", **changes: Any) -> dict[str, Any]:
         "latency": latency(9_000, 150_000, 150_000, 3_000_000_000),
         "failures": {"REJECTED": 1, "CANCELED": 2, "BACKEND": 3, "OTHER": 0},
         "load_s": 0.25,
+        "cached": True,
     }
     return {**row, **changes}
 
@@ -71,6 +72,16 @@ def document(*models: dict[str, Any]) -> dict[str, Any]:
             }
         },
         "gateways": {"0": {"restarts": 5}},
+        "cache": {
+            "byte_size": 1000,
+            "used": 250,
+            "entries": 3,
+            "evictions": 2,
+            "hits": 5,
+            "misses": 7,
+            "lookup_ns": 8_000,
+            "insertion_ns": 9_000,
+        },
     }
 
 
@@ -229,6 +240,19 @@ def test_names_that_nobody_expects_are_escaped() -> None:
     found = families(document(model(name)))
     kind, samples = found["nv_inference_exec_count"]
     assert (kind, len(samples)) == ("counter", 1)
+
+
+def test_the_cache_shows_only_where_there_is_one_and_models_only_where_answers_are_kept() -> None:
+    cached, other = model(), model("other", cached=False)
+    shown = families(document(cached, other))
+    hits = {"nv_cache_num_hits_per_model{model=m,version=3}": 4.0}
+    assert shown["nv_cache_num_hits_per_model"] == ("counter", hits)
+    assert shown["nv_cache_util"] == ("gauge", {"nv_cache_util": 0.25})
+    assert shown["nv_cache_num_lookups"] == ("gauge", {"nv_cache_num_lookups": 12.0})
+    assert shown["nv_cache_lookup_duration"] == ("gauge", {"nv_cache_lookup_duration": 8.0})
+    without = document(cached, other)
+    without["cache"]["byte_size"] = 0
+    assert [name for name in families(without) if name.startswith("nv_cache")] == []
 
 
 def documented() -> dict[str, tuple[str, str]]:

@@ -43,6 +43,7 @@ VALUES = {
     "grpc-infer-response-compression-level": "low",
     "metrics-config": "summary_latencies=true",
     "trace-config": "level=TIMESTAMPS",
+    "cache-config": "local,size=1048576",
     "trace-level": "OFF",
 }
 

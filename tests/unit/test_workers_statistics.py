@@ -120,7 +120,7 @@ def test_counters_of_instances_are_added_up_in_tritons_form(blocks):
         "expired": 9,
         "retried": 18,
         "pending": 8,
-        "copied_bytes": {"policy": 0, "gather": 3000, "scatter": 0, "output": 0, "align": 0},
+        "copied_bytes": {"policy": 0, "gather": 3000, "scatter": 0, "output": 0, "align": 0, "cache": 0},
     }
 
 

@@ -1,0 +1,29 @@
+"""What several parts of the exposition are made of. Used by `broker.gateway.exposition` and `exposition_cache`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+Row = Mapping[str, Any]
+
+MODEL = ("model", "version")
+
+
+class PlainCounter(GaugeMetricFamily):
+    """A counter whose name stays as it is: the client library would append `_total`."""
+
+
+def labels_of(row: Row) -> tuple[str, str]:
+    """The values of MODEL."""
+    return row["name"], row["version"]
+
+
+def counter(name: str, documentation: str, models: Sequence[Row], value: Callable[[Row], float]) -> Metric:
+    """One of Triton's counters, per model."""
+    family = PlainCounter(name, documentation, labels=MODEL)
+    for row in models:
+        family.add_metric(labels_of(row), value(row))
+    return family
