@@ -17,6 +17,7 @@ from broker.repository.config import InstanceGroup, ModelConfig
 from broker.worker.backends import Backend, Binding, Context, RuntimeModel
 from broker.worker.batcher import Queue, SingleQueue, queue_for
 from broker.worker.reshape import reshapes
+from broker.worker.warm_up import warm_up
 from shm import statistics
 from shm.admission import Verdict
 from shm.errors import Code
@@ -256,7 +257,7 @@ class LoadedModel:
         return part
 
     def load(self, backend: Backend, directory: str, blocks: list[memoryview]) -> None:
-        """Load every instance. Raises InferError, or whatever the backend raises."""
+        """Load and warm up every instance. Raises InferError, or whatever the backend raises."""
         places = iter(blocks)
         for group in self.config.instance_group:
             for number in range(group.count):
@@ -264,6 +265,7 @@ class LoadedModel:
                 context = Context(self.config, self.version, directory, group, name)
                 instance = Instance(self, name, backend.load(context), next(places))
                 self.instances.append(instance)
+                warm_up(self.config, instance.runtime, self.shape)
         self.free = list(self.instances)
 
     def keep_answers(self, cached: Cached) -> None:
