@@ -68,8 +68,9 @@ def _check(arguments: list[str]) -> int:
     parser = Parser(prog="tensorbroker check", allow_abbrev=False, description="Configure all models, serve none.")
     parser.add_argument("repository", metavar="DIR", nargs="+")
     parser.add_argument("--strict", action="store_true", help="take nothing from the model files")
+    parser.add_argument("--model-config-name", metavar="NAME", default="", help="take configs/NAME.pbtxt where it is")
     given = parser.parse_args(arguments)
-    return check_repositories(given.repository, strict=given.strict)
+    return check_repositories(given.repository, strict=given.strict, config_name=given.model_config_name)
 
 
 def _explain(arguments: list[str]) -> int:
@@ -78,10 +79,12 @@ def _explain(arguments: list[str]) -> int:
     parser = Parser(prog="tensorbroker explain", allow_abbrev=False, description="A model's final configuration.")
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("--model-repository", metavar="DIR", action="append", default=[])
+    parser.add_argument("--model-config-name", metavar="NAME", default="", help="take configs/NAME.pbtxt where it is")
+    parser.add_argument("--json", action="store_true", help="as a document, with the origins by field")
     given = parser.parse_args(arguments)
     if not given.model_repository:
         raise UsageError("--model-repository must be specified")
-    return explain(given.model_repository, given.model)
+    return explain(given.model_repository, given.model, as_json=given.json, config_name=given.model_config_name)
 
 
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from broker.repository.check import check
-from broker.repository.config import LoadFailure
+from broker.repository.config import LoadFailure, ModelConfig
 from broker.repository.scan import misplaced, scan
 from broker.tables import ascii_table, printable
 from shm import sockets
@@ -146,10 +146,10 @@ def _cell(row: dict[str, Any], name: str) -> str:
 # --- check and explain --------------------------------------------------------------------------------------------
 
 
-def check_repositories(repositories: Sequence[str], *, strict: bool) -> int:
+def check_repositories(repositories: Sequence[str], *, strict: bool, config_name: str = "") -> int:
     """Configure every model, serve none; print Triton's table and what was noted. Returns 1 if one fails."""
     try:
-        results = check(repositories, strict=strict)
+        results = check(repositories, strict=strict, config_name=config_name)
     except InferError as error:
         print(printable(error.message), file=sys.stderr)
         return 1
@@ -168,8 +168,11 @@ def check_repositories(repositories: Sequence[str], *, strict: bool) -> int:
     return 0 if rows and all(status == "OK" for _, _, status in rows) else 1
 
 
-def explain(repositories: Sequence[str], model: str) -> int:
-    """Print the final configuration of one model as JSON, with the zero-copy verdict of every input."""
+def explain(repositories: Sequence[str], model: str, *, as_json: bool = False, config_name: str = "") -> int:
+    """Print the final configuration of one model, the origin of each value, and how every input is read.
+
+    As text it is a config.pbtxt that changes nothing. Returns 1 when the model cannot be served.
+    """
     try:
         found = scan(repositories)
         known = sorted({*found.models, *found.failures})
@@ -179,13 +182,37 @@ def explain(repositories: Sequence[str], model: str) -> int:
                 Code.NOT_FOUND,
                 "\n".join((f"no model '{model}' in the repository; there are: {', '.join(known) or 'none'}", *reasons)),
             )
-        result = next(result for result in check(repositories, models=(model,)) if result.name == model)
+        result = next(
+            result
+            for result in check(repositories, models=(model,), explain=True, config_name=config_name)
+            if result.name == model
+        )
         if isinstance(result, LoadFailure):
             raise InferError(Code.INVALID_ARG, result.reason)
     except InferError as error:
         print(printable(error.message), file=sys.stderr)
         return 1
-    document = {
+    print(json.dumps(_explanation(result), indent=2) if as_json else _explained(result))
+    return 0
+
+
+def _explained(result: ModelConfig) -> str:
+    """config.pbtxt text; everything that is not configuration as comments."""
+    about = [
+        f"{result.name} in {result.directory}",
+        "origin of each value: file (config.pbtxt), model (the model's own files), default, override",
+        f"worker group: {result.worker_group}",
+        f"versions: {', '.join(map(str, result.versions))}",
+        f"retried after a worker's death: {'yes' if result.retryable else 'no'}",
+        *(f"input {tensor.name}: {tensor.zero_copy_reason}" for tensor in result.input),
+        *(f"note: {note}" for note in result.notes),
+    ]
+    comments = "\n".join(f"# {line}" for text in about for line in text.splitlines())
+    return printable(f"{comments}\n\n{result.explanation}")
+
+
+def _explanation(result: ModelConfig) -> dict[str, Any]:
+    return {
         "config": json.loads(result.json),
         "worker": result.worker_group,
         "versions": {str(version): path for version, path in result.versions.items()},
@@ -194,6 +221,5 @@ def explain(repositories: Sequence[str], model: str) -> int:
         },
         "retried_after_worker_death": result.retryable,
         "notes": list(result.notes),
+        "origins": result.origins,
     }
-    print(json.dumps(document, indent=2))
-    return 0

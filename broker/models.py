@@ -360,6 +360,7 @@ def tensor_metadata(tensor: TensorConfig, batched: bool) -> TensorMetadata:
         optional=tensor.optional,
         zero_copy=tensor.zero_copy,
         zero_copy_reason=tensor.zero_copy_reason,
+        file_shape=tensor.file_shape,
     )
 
 

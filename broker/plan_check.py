@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from broker.records import RegionEntry
+from broker.repository.mismatch import dims_text, fits, request_fix, side_by_side
 from broker.worker.messages import PlanTensor
 from shm import views
 from shm.datatypes import BYTES, shape_text
@@ -20,6 +21,7 @@ from shm.views import Placement
 
 # The completion's note holds the rank and dimensions of every output whose shape the plan leaves open.
 MAX_OPEN_WORDS = 62
+_COLUMNS = ("config.pbtxt", "model file", "request")
 MAX_QUOTED = 20  # names listed in an error
 
 _BATCH_NOTE = (
@@ -131,6 +133,7 @@ def _batch_size(model: ModelMetadata, specs: Sequence[TensorSpec]) -> int:
         raise _refuse(
             f"inference request batch-size must be <= {model.max_batch_size} for '{model.name}', got {rows}"
             + (f". NOTE:{note}" if (note := _completed_note(model)) else "")
+            + "".join(_shapes(model, _named(model.inputs, spec.name), spec) for spec in specs[:1])
         )
     if rows == 0:
         raise _refuse(f"inference request batch-size must be >= 1 for '{model.name}', got 0")
@@ -142,14 +145,32 @@ def _check_input(model: ModelMetadata, metadata: TensorMetadata, spec: TensorSpe
         raise _refuse(
             f"inference input '{spec.name}' data-type is '{spec.datatype}', but model '{model.name}' expects "
             f"'{metadata.datatype}'"
+            + side_by_side(
+                _COLUMNS,
+                [("data_type", metadata.datatype, metadata.datatype, spec.datatype)],
+                f"send '{spec.name}' as {metadata.datatype}",
+            )
         )
     _check_specified(model, spec)
-    if not _fits(metadata.shape, spec.shape):
+    if not fits(metadata.shape, spec.shape):
         raise _refuse(
             f"unexpected shape for input '{spec.name}' for model '{model.name}'. Expected "
             f"{shape_text(metadata.shape)}, got {shape_text(spec.shape)}."
             + (_BATCH_NOTE + _completed_note(model) if model.max_batch_size else "")
+            + _shapes(model, metadata, spec)
         )
+
+
+def _shapes(model: ModelMetadata, metadata: TensorMetadata, spec: TensorSpec) -> str:
+    """Configuration, model file and request, side by side."""
+    inner = metadata.shape[1:] if model.max_batch_size else metadata.shape
+    rows = [
+        ("max_batch_size", str(model.max_batch_size), "", ""),
+        ("dims", dims_text(inner), "", ""),
+        ("shape", shape_text(metadata.shape), metadata.file_shape, shape_text(spec.shape)),
+    ]
+    fix = request_fix(metadata.shape, spec.shape, metadata.file_shape, model.max_batch_size)
+    return side_by_side(_COLUMNS, rows, fix)
 
 
 def _completed_note(model: ModelMetadata) -> str:
@@ -167,10 +188,6 @@ def _check_specified(model: ModelMetadata, spec: TensorSpec) -> None:
             f"All input dimensions should be specified for input '{spec.name}' for model '{model.name}', got "
             f"{shape_text(spec.shape)}"
         )
-
-
-def _fits(expected: Sequence[int], shape: Sequence[int]) -> bool:
-    return len(expected) == len(shape) and all(want in (-1, dim) for want, dim in zip(expected, shape, strict=True))
 
 
 # --- outputs ------------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class TensorMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
     `symbols` has one entry per dimension: "" for a fixed one, else the name the model file gives it; equal names
     mean equal sizes, which is how an output's shape follows from the inputs'. "?…" marks a size that only running
-    the model tells.
+    the model tells. `file_shape` is the model file's own shape as text, "" where it is not known: for errors only.
     """
 
     name: str
@@ -58,6 +58,7 @@ class TensorMetadata(msgspec.Struct, frozen=True, kw_only=True):
     optional: bool = False
     zero_copy: bool = False
     zero_copy_reason: str = ""
+    file_shape: str = ""
 
 
 class ModelMetadata(msgspec.Struct, frozen=True, kw_only=True):

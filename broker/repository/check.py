@@ -13,6 +13,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from broker.repository.config import LoadFailure, ModelConfig
 from broker.repository.protocol import LoadRequest, LoadRun, encode_request
 from broker.repository.requirements import check_requirements
@@ -29,16 +31,21 @@ def check(
     *,
     models: Sequence[str] = (),
     strict: bool = False,
+    config_name: str = "",
+    explain: bool = False,
     command: Sequence[str] = LOADER_COMMAND,
     silence_s: float = SILENCE_S,
 ) -> list[ModelConfig | LoadFailure]:
-    """The outcome per model (`models` empty: all), in name order. An unreadable repository fails under its own path.
+    """The outcome per model (`models` empty: all), in name order; `strict` to `explain` as in `LoadRequest`.
+    An unreadable repository fails under its own path.
 
     A loader (`command`) that dies, or says nothing for `silence_s`, costs the model it was reading; the rest goes to
     a new one. Raises InferError when the loader cannot run at all.
     """
     check_requirements()
-    request = LoadRequest(repositories=tuple(repositories), models=tuple(models), strict=strict)
+    request = LoadRequest(
+        repositories=tuple(repositories), models=tuple(models), strict=strict, config_name=config_name, explain=explain
+    )
     results: dict[str, ModelConfig | LoadFailure] = {}
     while True:
         run, how = _run(request, command, silence_s)
@@ -50,7 +57,7 @@ def check(
         results.update(run.results)
         if not rest:
             return [results[name] for name in sorted(results)]
-        request = LoadRequest(repositories=request.repositories, models=rest, strict=strict)
+        request = replace(request, models=rest)
 
 
 def describe_exit(status: int) -> str:

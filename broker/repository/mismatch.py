@@ -15,16 +15,19 @@ def dims_text(shape: Sequence[int]) -> str:
     return "[ " + ", ".join(map(str, shape)) + " ]" if shape else "[ ]"
 
 
-def side_by_side(columns: Sequence[str], rows: Sequence[tuple[str, ...]], fix: str) -> str:
-    """Lines to append to an error. `rows`: what is compared, then one text per column; "" prints as "-"."""
+def side_by_side(columns: Sequence[str], rows: Sequence[tuple[str, ...]], fix: str, about: str = "") -> str:
+    """Lines to append to an error. `rows`: what is compared, then one text per column; "" prints as "-".
+    `about`: one more line."""
     lines = [("", *columns), *((row[0], *(text or "-" for text in row[1:])) for row in rows)]
     widths = [max(len(line[index]) for line in lines) for index in range(len(lines[0]))]
     table = ("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines)
-    return INDENT + INDENT.join(table) + f"{INDENT}fix: {fix}"
+    return "".join(f"{INDENT}{line}" for line in (*table, *filter(None, (about,)), f"fix: {fix}"))
 
 
 def request_fix(expected: Sequence[int], came: Sequence[int], file_shape: str, max_batch_size: int) -> str:
     """What to change when a request's shape does not fit. `expected` has -1 for variable sizes and the batch."""
+    if fits(expected, came):
+        return f"send at most {max_batch_size} rows, or write a larger max_batch_size into config.pbtxt"
     if max_batch_size > 0 and fits(expected[1:], came):
         return f"send the batch dimension as well: shape {_shape([1, *came])}"
     if max_batch_size == 0 and len(came) == len(expected) + 1 and fits(expected, came[1:]):

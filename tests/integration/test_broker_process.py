@@ -197,7 +197,7 @@ def test_refused_command_lines(arguments, text):
 
 
 def test_explain_shows_the_final_configuration(repository):
-    answer = command("explain", "add1", "--model-repository", str(repository))
+    answer = command("explain", "add1", "--json", "--model-repository", str(repository))
     document = json.loads(answer.stdout)
     assert document["config"]["name"] == "add1"
     assert document["inputs"]["x"]["zero_copy"] is True

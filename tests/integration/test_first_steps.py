@@ -53,7 +53,7 @@ def test_what_is_wrong_with_a_model_is_said_once_and_notes_are_its_own(tmp_path)
     assert checked.stdout.count("unexpected directory name") == 1
     assert checked.stdout.count("add1: max_batch_size is not set") == 1
     assert "\x1b" not in checked.stdout
-    explained = command("explain", "add1", "--model-repository", str(tmp_path))
+    explained = command("explain", "add1", "--json", "--model-repository", str(tmp_path))
     assert (explained.returncode, explained.stderr) == (0, "")
     assert json.loads(explained.stdout)["notes"][0].startswith("max_batch_size is not set")
     unknown = command("explain", "x", "--model-repository", str(tmp_path))

@@ -258,8 +258,9 @@ def test_shapes_are_shown_side_by_side_with_the_edit_that_fixes_them(tmp_path, t
     reason = reason_of(tmp_path, models.matmul(), text)
     assert reason.startswith("model 'm', tensor 'x': ")
     assert wanted in reason
-    header, *rows, _ = reason.splitlines()[1:]
-    column = header.index(f"{tmp_path}/m/1/model.onnx")
+    header, *rows, about, _ = reason.splitlines()[1:]
+    column = header.index("model file")
+    assert about.strip() == f"the model file is {tmp_path}/m/1/model.onnx"
     assert header.split()[0] == "config.pbtxt"
     assert [row.split()[0] for row in rows] == ["max_batch_size", "dims", "shape"]
     assert [row[column:] for row in rows] == ["-", "-", "[batch,4]"]

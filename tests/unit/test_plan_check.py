@@ -144,6 +144,24 @@ def test_input_errors(inputs, text):
     assert refusal.value.code == "INVALID_ARG"
 
 
+def test_a_shape_is_shown_beside_those_of_the_configuration_and_the_model_file():
+    known = replace(ADD, inputs=tuple(replace(tensor, file_shape="[batch,n]") for tensor in ADD.inputs))
+    request = Prepare(
+        model="add",
+        inputs=(tensor("A", (1, 17)), tensor("B", (1, 16))),
+        outputs=(tensor("SUM", (1, 16), region="out_"),),
+    )
+    with pytest.raises(InferError) as refusal:
+        check(known, request, find)
+    assert refusal.value.message.splitlines()[1:] == [
+        "                    config.pbtxt  model file  request",
+        "    max_batch_size  4             -           -",
+        "    dims            [ 16 ]        -           -",
+        "    shape           [-1,16]       [batch,n]   [1,17]",
+        "    fix: dims: [ -1 ] in config.pbtxt: the model file leaves this size open",
+    ]
+
+
 @pytest.mark.parametrize("shape", [(3,), (16,)])
 def test_a_batch_size_that_nobody_wrote_is_explained(shape):
     chosen = replace(ADD, max_batch_size_completed=True)
@@ -152,7 +170,7 @@ def test_a_batch_size_that_nobody_wrote_is_explained(shape):
     with pytest.raises(InferError) as refusal:
         check(chosen, request, find)
     note = "max_batch_size was set to 4 by auto-completion: put `max_batch_size: 0` in config.pbtxt to turn it off"
-    assert refusal.value.message.endswith(f" {note}")
+    assert f" {note}\n" in refusal.value.message
     with pytest.raises(InferError) as refusal:
         check(ADD, request, find)
     assert "auto-completion" not in refusal.value.message

@@ -253,7 +253,7 @@ def _compare_shape(config: model_config_pb2.ModelConfig, text: TensorText, tenso
     if text.HasField("reshape"):
         rows.append(("reshape", dims_text(text.reshape.shape), ""))
     rows.append(("shape", show(declared), show(file_shape, tensor.symbols)))
-    raise ModelError(f"{prefix}{what}" + side_by_side(("config.pbtxt", path), rows, fix))
+    raise ModelError(f"{prefix}{what}" + side_by_side(_COLUMNS, rows, fix, f"the model file is {path}"))
 
 
 def _fix(config: model_config_pb2.ModelConfig, text: TensorText, file_shape: tuple[int, ...]) -> str:

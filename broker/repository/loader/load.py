@@ -67,7 +67,10 @@ def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
     try:
         fill_backend(config, model, list(newest_first.values()))
     except ModelError as error:
-        raise ModelError(f"{error}\n    {none_served}" if none_served else str(error)) from error
+        if not none_served:
+            raise
+        is_empty = not any(field.name != "name" for field, _ in config.ListFields())
+        raise ModelError(none_served if is_empty else f"{error}\n    {none_served}") from error
     _check_file_name(config)
     origins.mark(config, MODEL)
     read: list[_Version] = []
