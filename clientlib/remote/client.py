@@ -246,7 +246,8 @@ class RemoteClient(StaysHere):
 
         pending = RemotePending((self, plan), layout, at, copied, deadline_ns, freed)
         try:
-            pending.submitted(self._transport.submit(request, deadline_of(deadline_ns), pending.ended))
+            cancel = self._transport.submit(request, deadline_of(deadline_ns), pending.ended)
+            pending.submitted(cancel, self._transport.wait)
         except InferError as error:  # it did not start
             pending.ended(error)
             raise

@@ -8,6 +8,7 @@ GRPC_DEFAULT_SSL_ROOTS_FILE_PATH.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, final
@@ -98,6 +99,10 @@ class GrpcTransport:
         future.add_done_callback(done)
         cancel: Callable[[], None] = future.cancel
         return cancel
+
+    def wait(self, event: threading.Event, timeout: float | None) -> bool:
+        """As `Transport.wait`: answers come on threads of their own."""
+        return event.wait(timeout)
 
     def close(self) -> None:
         """As `Transport.close`."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import http.client
 import ssl
+import threading
 from collections.abc import Callable
 from typing import Any, final
 
@@ -79,6 +80,10 @@ class HttpTransport:
 
         self._workers.run(run)
         return flight.cancel
+
+    def wait(self, event: threading.Event, timeout: float | None) -> bool:
+        """As `Transport.wait`: answers come on threads of their own."""
+        return event.wait(timeout)
 
     def close(self) -> None:
         """As `Transport.close`."""

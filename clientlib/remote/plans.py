@@ -187,6 +187,7 @@ class RemotePending(StaysHere):
         "_owner",
         "_remote",
         "_settling",
+        "_wait",
     )
     elsewhere = Pending.elsewhere
 
@@ -209,10 +210,11 @@ class RemotePending(StaysHere):
         self._end: InferResult | InferError | None = None
         self._expired = False
         self._cancel: Callable[[], None] | None = None
+        self._wait: Callable[[threading.Event, float | None], bool] = threading.Event.wait
 
-    def submitted(self, cancel: Callable[[], None]) -> None:
-        """How to ask for an early end."""
-        self._cancel = cancel
+    def submitted(self, cancel: Callable[[], None], wait: Callable[[threading.Event, float | None], bool]) -> None:
+        """How to ask for an early end, and how to wait for the end."""
+        self._cancel, self._wait = cancel, wait
 
     def ended(self, end: InferAnswer | InferError) -> None:
         """The transport's word, from any thread, once."""
@@ -243,7 +245,7 @@ class RemotePending(StaysHere):
             ends = deadline_of(self._deadline_ns)
             patience = math.inf if timeout is None else time.monotonic() + seconds(timeout, now=True)
             until = min(ends, patience)
-            if not self._event.wait(None if until == math.inf else max(until - time.monotonic(), 0)):
+            if not self._wait(self._event, None if until == math.inf else max(until - time.monotonic(), 0)):
                 if ends > patience:
                     raise TimeoutError(f"no result within {timeout:g} s; the request goes on")
                 self._expired = True

@@ -28,6 +28,7 @@ codec, so that the two classes differ in waiting alone. Rules for both:
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, final
@@ -210,6 +211,9 @@ class Transport(Protocol):
         Returns what asks for an early end: it does not wait, may be called at any time and more than once. After it
         `ended` gets a CANCELLED error, or whatever the end was that came first.
         """
+
+    def wait(self, event: threading.Event, timeout: float | None) -> bool:
+        """Wait for what an `ended` will set, at most `timeout` seconds; was it set?"""
 
     def close(self) -> None:
         """Let go of everything; requests in flight end with an error, soon. May be called again, from any thread."""

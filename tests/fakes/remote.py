@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +92,10 @@ class FakeTransport:
     def end(self, end: InferAnswer | InferError) -> None:
         """End the request that was started first."""
         self.started.pop(0)(end)
+
+    def wait(self, event: threading.Event, timeout: float | None) -> bool:
+        """As `Transport.wait`: answers come on threads of their own."""
+        return event.wait(timeout)
 
     def close(self) -> None:
         self.closed = True
