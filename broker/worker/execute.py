@@ -7,17 +7,19 @@ its ending here; publishing it is the loop's.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from broker.worker.assembled import run_assembled
+from broker.worker.assembly import Row
 from broker.worker.backends import Binding, Operand
 from broker.worker.binding import Execution, bind, deliver, execution_of, remember, serialized
 from broker.worker.cache import Output
 from broker.worker.model import BatchBuffers, Instance
 from broker.worker.plans import Bytes, Plan
-from shm import statistics
+from broker.worker.running import check_sizes, fail, run_watched
 from shm.admission import Request
 from shm.errors import Code, InferError
 
@@ -25,10 +27,18 @@ MAX_SIGNATURES = 32  # kept per instance: clients choose the shapes, so there is
 _now = time.monotonic_ns
 
 
-def run_batch(instance: Instance, requests: list[Request]) -> None:
-    """Run `requests` together; a batch that raises is run again row by row, so that only the bad one fails."""
+def run_batch(instance: Instance, requests: list[Request], rows: Sequence[Row] = ()) -> None:
+    """Run `requests` together; a batch that raises is run again row by row, so that only the bad one fails.
+
+    `rows`: the same in slot order with None for empty slots, of models whose batches have them. A batch of a sequence
+    model that raises has failed: running it again could take a step twice.
+    """
     instance.flush()  # in time, because whoever runs it next may be another thread
     now = _now()
+    assembly = instance.model.assembly
+    if assembly is not None:
+        run_assembled(instance, assembly, rows or requests, now)
+        return
     if len(requests) > 1:
         try:
             _run_together(instance, requests, now)
@@ -46,7 +56,7 @@ def _run_alone(instance: Instance, request: Request) -> None:
     request.note = b""
     began = _now()
     try:
-        _check_sizes(plan)
+        check_sizes(plan)
         execution = execution_of(plan, instance, request.input_position, request.output_position, request.rows)
         try:
             _run_execution(instance, request, execution, began)
@@ -57,13 +67,7 @@ def _run_alone(instance: Instance, request: Request) -> None:
             opened = bind(plan, instance, request.input_position, request.output_position, request.rows, all_open=True)
             _run_execution(instance, request, opened, began)
     except Exception as error:
-        _fail(instance, request, error, began)
-
-
-def _check_sizes(plan: Plan) -> None:
-    truncated = plan.shared and plan.changed_size()
-    if truncated:
-        raise InferError(Code.INTERNAL, f"shared memory region '{truncated}' changed size: register it again")
+        fail(instance, request, error, began)
 
 
 def _run_execution(instance: Instance, request: Request, execution: Execution, began: int) -> None:
@@ -72,7 +76,7 @@ def _run_execution(instance: Instance, request: Request, execution: Execution, b
         target[:] = source
         instance.count_copy(reason, source.size)
     copied = _now() if execution.copies else began
-    ran = _run(instance, execution.run, rows, copied)
+    ran = run_watched(instance, execution.run, rows, copied)
     execution.measured(ran - copied)
     request.copied = execution.copied
     ended = ran
@@ -88,37 +92,16 @@ def _run_execution(instance: Instance, request: Request, execution: Execution, b
     instance.count_batch(1, rows, request.queue_ns, request.input_ns, request.infer_ns, request.output_ns)
 
 
-def _run(instance: Instance, run: Callable[[], None], rows: int, began: int) -> int:
-    """Run with the hang watch on; returns when it ended."""
-    instance.begin(rows, began)
-    try:
-        run()
-    finally:
-        ended = _now()
-        instance.end(rows, ended - began)
-    return ended
-
-
 def _reshaped(plan: Plan) -> bool:
     """Could a run in place fail only because an output came out in another shape than the plan says?"""
     model = plan.model
     return model is not None and any(t.name in model.uncertain and not t.open for t in plan.outputs)
 
 
-def _fail(instance: Instance, request: Request, error: Exception, began: int) -> None:
-    if isinstance(error, InferError):
-        request.fail(Code[error.code], error.message)
-    else:
-        text = (str(error).strip().splitlines() or [""])[0]
-        request.fail(Code.INTERNAL, f"{type(error).__name__}: {text}")
-    instance.block[statistics.FAIL] += 1
-    instance.block[statistics.FAIL_NS] += _now() - began
-
-
 def _run_together(instance: Instance, requests: list[Request], now: int) -> None:
     for plan in {request.plan for request in requests}:
         assert isinstance(plan, Plan)
-        _check_sizes(plan)
+        check_sizes(plan)
     first = _adjacent(instance, requests)
     if first is not None:
         _run_adjacent(instance, requests, *first, now)
@@ -158,7 +141,7 @@ def _run_adjacent(
         remember(plan, key, execution)
     began = _now()
     rows = plan.rows * count
-    took = _run(instance, execution.run, rows, began) - began
+    took = run_watched(instance, execution.run, rows, began) - began
     execution.measured(took)
     queued = 0
     for request in requests:
@@ -184,7 +167,7 @@ def _run_gathered(instance: Instance, requests: list[Request], now: int) -> None
         rows += request.rows
     binding = _batch_binding(instance, requests[0], buffers, rows)
     copied = _now()
-    ran = _run(instance, binding.run, rows, copied)
+    ran = run_watched(instance, binding.run, rows, copied)
     results = binding.results()
     scattered = _scatter(instance, requests, buffers, results, rows)
     if instance.model.cached is not None:

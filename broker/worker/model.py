@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.repository.config import InstanceGroup, ModelConfig
+from broker.worker.assembly import assembly_of
 from broker.worker.backends import Backend, Binding, Context, RuntimeModel
 from broker.worker.batcher import Queue, SingleQueue, queue_for
 from broker.worker.reshape import reshapes
@@ -188,6 +189,7 @@ class LoadedModel:
         "_may_share",
         "alone",
         "answers",
+        "assembly",
         "cached",
         "closed",
         "config",
@@ -220,6 +222,9 @@ class LoadedModel:
         self.shares = 0  # since all that waits was last given to one instance
         most = config.max_batch_size
         self._may_share = self.immediate and batching is not None and batching.preferred_batch_size in ((), (most,))
+        self.assembly = assembly_of(config)
+        if self.assembly is not None:
+            self.alone = self.immediate = False
         self.copied = frozenset(tensor.name for tensor in config.input if not tensor.zero_copy)
         self.reshapes = reshapes(config)
         # Outputs whose shape only a run tells, whatever a plan says of it.

@@ -172,10 +172,15 @@ def adopt(plan: Plan, model: LoadedModel, signatures: dict[object, object]) -> N
         and not any(t.datatype == "BYTES" for t in tensors)
         and not any(t.open for t in plan.inputs)
     )
-    key = tuple((t.name, t.datatype, t.shape[1:]) for t in tensors)
+    key: object = tuple((t.name, t.datatype, t.shape[1:]) for t in tensors)
+    assembly = model.assembly
+    if assembly is not None:  # which copies every input, strings too, and lets the runtime allocate every output
+        together = model.config.max_batch_size > 1 and plan.rows > 0
+        key = tuple((t.name, t.datatype, () if t.name in assembly.ragged else t.shape[1:]) for t in plan.inputs)
     plan.signature = signatures.setdefault(key, key) if together else None
     plan.adjacent = (
         together
+        and assembly is None
         and not any(t.name in model.copied for t in plan.inputs)
         and not any(t.open or not t.aligned or t.place.stride != t.place.byte_size for t in tensors)
     )

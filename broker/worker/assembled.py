@@ -1,0 +1,245 @@
+"""Runs batches of models with an `Assembly`: rows in slot order, controls, states, ragged inputs, scattered outputs.
+
+Called by `execute.run_batch`. Inputs are copied into the instance's own memory, the runtime allocates every output. A
+state is kept only with the answer of the request that made it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+
+from broker.worker.assembly import Array, Assembly, Row, Shape, batch_input, scattered
+from broker.worker.backends import Binding, Operand
+from broker.worker.binding import deliver
+from broker.worker.model import Instance
+from broker.worker.plans import PlacedTensor, Plan
+from broker.worker.running import check_sizes, fail, run_watched
+from shm import datatypes
+from shm.admission import Request
+from shm.errors import Code, InferError
+
+MAX_BINDINGS = 32  # per instance: clients choose the shapes, so there is no end to them
+_now = time.monotonic_ns
+
+
+def run_assembled(instance: Instance, assembly: Assembly, rows: Sequence[Row], now: int) -> None:
+    """Run the rows; all that cannot share a run (other shapes, other inputs) run one after the other.
+
+    Those of another run are empty slots in this one. What is not stateful and fails runs again one by one.
+    """
+    for row in rows:
+        if row is not None:
+            row.queue_ns = now - row.arrival
+            row.note = b""
+    for key in _keys(instance, assembly, rows):
+        part = [row if row is not None and row in key else None for row in rows]
+        if not assembly.stateful:
+            part = [row for row in part if row is not None]
+        _run_part(instance, assembly, part, again=not assembly.stateful and len(part) > 1)
+
+
+def _keys(instance: Instance, assembly: Assembly, rows: Sequence[Row]) -> list[list[Request]]:
+    """The requests by what they can share; those whose input cannot be read end here."""
+    groups: dict[object, list[Request]] = {}
+    for row in rows:
+        if row is None:
+            continue
+        plan = row.plan
+        assert isinstance(plan, Plan)
+        began = _now()
+        try:
+            check_sizes(plan)
+            for tensor in plan.inputs:
+                if tensor.datatype == datatypes.BYTES:
+                    _check_strings(plan, tensor, row)
+        except Exception as error:
+            fail(instance, row, error, began)
+            continue
+        key = (
+            tuple((t.name, t.datatype, t.shape[1:] if t.name not in assembly.ragged else ()) for t in plan.inputs),
+            tuple(assembly.state_of(state, row).shape for state in assembly.states),
+            0 if assembly.batched else id(row),
+        )
+        groups.setdefault(key, []).append(row)
+    return list(groups.values())
+
+
+def _check_strings(plan: Plan, tensor: PlacedTensor, row: Request) -> None:
+    count = datatypes.element_count(tensor.shape_of(row.rows))
+    what = f"inference input '{tensor.name}' for model '{plan.model_name}'"
+    datatypes.decode_bytes(tensor.memory(row.input_position, row.rows), count, what)
+
+
+def _run_part(instance: Instance, assembly: Assembly, rows: list[Row], again: bool) -> None:
+    began = _now()
+    requests = [row for row in rows if row is not None]
+    try:
+        batch = _Batch(instance, assembly, rows)
+        binding = batch.bind()
+        copied = _now()
+        ran = run_watched(instance, binding.run, batch.total, copied)
+        parts = batch.cut(binding.results())
+    except Exception as error:
+        for request in requests:
+            if again:
+                _run_part(instance, assembly, [request], again=False)
+            else:
+                fail(instance, request, error, began)
+        return
+    instance.count_copy("gather", batch.copied)
+    done = []
+    for at, row in enumerate(rows):
+        if row is None:
+            continue
+        try:
+            batch.finish(row, at, parts)
+            done.append(row)
+        except Exception as error:
+            fail(instance, row, error, began)
+    ended = _now()
+    for request in done:
+        request.input_ns, request.infer_ns, request.output_ns = copied - began, ran - copied, ended - ran
+    if done:
+        real = sum(request.rows for request in done)
+        queued = sum(request.queue_ns for request in done)
+        instance.count_batch(len(done), real, queued, copied - began, ran - copied, ended - ran)
+
+
+@final
+class _Batch:
+    """One run: its operands, and what becomes of its outputs."""
+
+    __slots__ = ("_assembly", "_inputs", "_instance", "_outputs", "_plan", "_rows", "_sizes", "copied", "total")
+
+    def __init__(self, instance: Instance, assembly: Assembly, rows: Sequence[Row]) -> None:
+        self._instance, self._assembly, self._rows = instance, assembly, rows
+        self._sizes = [(row.rows if row else 1) if assembly.batched else 0 for row in rows]
+        self.total = sum(self._sizes)
+        self.copied = 0
+        first = next(row for row in rows if row is not None)
+        assert isinstance(first.plan, Plan)
+        self._plan = first.plan
+        self._inputs: list[Operand] = []
+        for index, tensor in enumerate(self._plan.inputs):
+            self._gather(index, tensor)
+        for control in assembly.controls:
+            self._add(control.name, control.datatype, assembly.control(control, rows, self._sizes))
+        for state in assembly.states:
+            known = assembly.state_of(state, first)
+            values = [
+                assembly.null_state(state, known) if row is None else assembly.state_of(state, row) for row in rows
+            ]
+            self._add(state.input_name, state.datatype, np.concatenate(values) if assembly.batched else values[0])
+        for made in assembly.batch_inputs:
+            array = batch_input(made, self._shapes(made.source_input[0]), self._sizes)
+            for name in made.target_name:
+                self._add(name, made.datatype, array)
+        self._outputs = self._wanted()
+
+    def _tensor(self, row: Request, index: int) -> PlacedTensor:
+        assert isinstance(row.plan, Plan)
+        return row.plan.inputs[index]
+
+    def _shapes(self, name: str) -> list[Shape]:
+        index = next((i for i, tensor in enumerate(self._plan.inputs) if tensor.name == name), None)
+        if index is None:
+            raise InferError(Code.INVALID_ARG, f"input '{name}' is needed to make this batch, but it was not sent")
+        return [self._tensor(row, index).shape_of(row.rows) for row in self._rows if row is not None]
+
+    def _gather(self, index: int, tensor: PlacedTensor) -> None:
+        model, name = self._instance.model, tensor.name
+        parts = []
+        for row, size in zip(self._rows, self._sizes, strict=True):
+            if row is None:
+                count = datatypes.element_count(tensor.shape_of(size)) if size else 0
+                item = 4 if tensor.datatype == datatypes.BYTES else datatypes.element_size(tensor.datatype)
+                parts.append(np.zeros(count * item, np.uint8))
+                continue
+            memory = self._tensor(row, index).memory(row.input_position, row.rows)
+            row.copied = memory.size if not index else row.copied + memory.size
+            self.copied += memory.size
+            parts.append(memory)
+        if name in self._assembly.ragged and self._assembly.batched:
+            shape: Shape = (sum(datatypes.element_count(shape) for shape in self._shapes(name)),)
+        else:
+            shape = model.shape(name, tensor.shape_of(self.total))
+        buffer = self._instance.scratch("input", name, sum(part.size for part in parts))
+        np.concatenate(parts, out=buffer)
+        self._inputs.append(Operand(name, tensor.datatype, shape, buffer))
+
+    def _add(self, name: str, datatype: str, array: Array) -> None:
+        if datatype == datatypes.BYTES:
+            memory = np.frombuffer(datatypes.encode_bytes(array), np.uint8)
+        else:
+            raw = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+            memory = self._instance.scratch("input", name, raw.size)
+            memory[:] = raw
+        self._inputs.append(Operand(name, datatype, tuple(array.shape), memory))
+
+    def _wanted(self) -> list[Operand]:
+        model, wanted = self._instance.model, {}
+        for row in self._rows:
+            if row is not None:
+                assert isinstance(row.plan, Plan)
+                for tensor in row.plan.outputs:
+                    shape = tensor.shape_of(self.total)
+                    if tensor.name not in self._assembly.scatter:
+                        shape = model.shape(tensor.name, shape)
+                    wanted[tensor.name] = Operand(tensor.name, tensor.datatype, shape, None)
+        for state in self._assembly.states:
+            shape = (self.total, *state.dims) if self._assembly.batched else state.dims
+            wanted.setdefault(state.output_name, Operand(state.output_name, state.datatype, shape, None))
+        return list(wanted.values())
+
+    def bind(self) -> Binding:
+        """The operands lie where those of the last batch did: the binding is mostly known. Strings never stay."""
+        instance = self._instance
+        if any(operand.datatype == datatypes.BYTES for operand in (*self._inputs, *self._outputs)):
+            return instance.runtime.bind(self._inputs, self._outputs)
+        known = self._assembly.bindings.setdefault(instance.number, {})
+        key = (
+            tuple(
+                (o.name, o.shape, o.memory.__array_interface__["data"][0]) for o in self._inputs if o.memory is not None
+            ),
+            tuple((o.name, o.shape) for o in self._outputs),
+        )
+        found: Binding | None = known.get(key)
+        if found is None:
+            if len(known) >= MAX_BINDINGS:
+                known.pop(next(iter(known)))
+            found = known[key] = instance.runtime.bind(self._inputs, self._outputs)
+        return found
+
+    def cut(self, results: Sequence[Array]) -> dict[str, list[Array]]:
+        """Each output by row of the batch (one entry per request or empty slot)."""
+        cut: dict[str, list[Array]] = {}
+        for operand, array in zip(self._outputs, results, strict=True):
+            by = self._assembly.scatter.get(operand.name)
+            if by is not None:
+                cut[operand.name] = scattered(operand.name, array, by[1], self._shapes(by[0]))
+            elif not self._assembly.batched:
+                cut[operand.name] = [array]
+            elif array.ndim == 0 or array.shape[0] != self.total:
+                raise InferError(
+                    Code.INTERNAL, f"an output of a batch of {self.total} rows has shape {tuple(array.shape)}"
+                )
+            else:
+                ends = np.cumsum(self._sizes)
+                cut[operand.name] = [array[end - size : end] for end, size in zip(ends, self._sizes, strict=True)]
+        return cut
+
+    def finish(self, row: Request, at: int, parts: dict[str, list[Array]]) -> None:
+        """Deliver the row's outputs, then keep its sequence's states: an answer that failed changes nothing."""
+        plan, instance = row.plan, self._instance
+        assert isinstance(plan, Plan)
+        delivered = deliver(instance.model, row, plan.outputs, [parts[tensor.name][at] for tensor in plan.outputs])
+        instance.count_copy("output", delivered)
+        row.copied += delivered
+        if row.sequence is not None:
+            states = row.sequence.states  # type: ignore[attr-defined]
+            for state in self._assembly.states:
+                states[state.input_name] = parts[state.output_name][at].copy()

@@ -1,0 +1,46 @@
+"""What every way of running a batch shares: the hang watch around a run, a request's failure, the check of its memory.
+
+Used by `execute` (ordinary models) and `assembled` (sequences, state, ragged batches).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from broker.worker.model import Instance
+from broker.worker.plans import Plan
+from shm import statistics
+from shm.admission import Request
+from shm.errors import Code, InferError
+
+_now = time.monotonic_ns
+
+
+def run_watched(instance: Instance, run: Callable[[], None], rows: int, began: int) -> int:
+    """Run with the hang watch on; returns when it ended."""
+    instance.begin(rows, began)
+    try:
+        run()
+    finally:
+        ended = _now()
+        instance.end(rows, ended - began)
+    return ended
+
+
+def fail(instance: Instance, request: Request, error: Exception, began: int) -> None:
+    """Give the request its bad ending, in one line, and count it."""
+    if isinstance(error, InferError):
+        request.fail(Code[error.code], error.message)
+    else:
+        text = (str(error).strip().splitlines() or [""])[0]
+        request.fail(Code.INTERNAL, f"{type(error).__name__}: {text}")
+    instance.block[statistics.FAIL] += 1
+    instance.block[statistics.FAIL_NS] += _now() - began
+
+
+def check_sizes(plan: Plan) -> None:
+    """Raises InferError when a shared file of the plan is shorter than it was: touching it would end this process."""
+    truncated = plan.shared and plan.changed_size()
+    if truncated:
+        raise InferError(Code.INTERNAL, f"shared memory region '{truncated}' changed size: register it again")
