@@ -6,18 +6,31 @@ file's own symbols, the zero-copy verdict per input) is added beside them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import msgspec
+from msgspec.structs import replace
 
 from broker.repository.scheduling import (
     BatchInput,
     BatchOutput,
     DynamicBatching,
     Ensemble,
+    InitialState,
     Resource,
     SequenceBatching,
     WarmUp,
+    WarmUpInput,
 )
+from shm.datatypes import BYTES, byte_size
 
+MAX_DATA_FILE = 16 << 20  # bytes of one initial state or warm-up input
+
+_FileT = TypeVar("_FileT", InitialState, WarmUpInput)
+
+SEQUENCES = ("sequence", "dyna_sequence", "iterative_sequence", "implicit_state")
+SHARED = frozenset(("onnxruntime", "ensemble", "identity", "square", "repeat", *SEQUENCES))  # in one worker
 RETRY = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}  # texts of that parameter
 
 
@@ -101,8 +114,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def worker_group(self) -> str:
         """The worker process kind that serves this model (design: one per device and group)."""
-        shared = self.backend in ("onnxruntime", "identity", "square", "repeat")
-        return self.parameters.get("worker_group") or ("default" if shared else self.backend)
+        return self.parameters.get("worker_group") or ("default" if self.backend in SHARED else self.backend)
 
     @property
     def retryable(self) -> bool:
@@ -116,9 +128,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def for_worker(self) -> ModelConfig:
-        """Without class names: they may be larger than a message to the worker, which has no use for them."""
-        output = tuple(msgspec.structs.replace(tensor, labels=b"") for tensor in self.output)
-        return msgspec.structs.replace(self, output=output)
+        """Without what may be larger than a message to the worker: class names, which it has no use for, and the
+        bytes of data files, which it reads itself (`with_data`).
+        """
+        output = tuple(replace(tensor, labels=b"") for tensor in self.output)
+        return _with_files(replace(self, output=output, origins={}, explanation=""), lambda item: b"")
+
+    def with_data(self) -> ModelConfig:
+        """With the bytes of its data files again. Raises OSError; ValueError for one that has changed its size."""
+        return _with_files(self, _read)
 
     @property
     def hang_timeout_s(self) -> float:
@@ -127,6 +145,31 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             return max(0.0, float(self.parameters.get("hang_timeout_s", "0")))
         except ValueError:
             return 0.0
+
+
+def _with_files(config: ModelConfig, data: Callable[[InitialState | WarmUpInput], bytes]) -> ModelConfig:
+    """Every initial state and warm-up input that comes from a file, with other `data`."""
+
+    def filled(item: _FileT) -> _FileT:
+        return replace(item, data=data(item)) if item.path else item
+
+    warm_up = tuple(replace(sample, inputs=tuple(map(filled, sample.inputs))) for sample in config.warm_up)
+    sequences = config.sequence_batching
+    if sequences is not None:
+        state = tuple(
+            state if state.initial_state is None else replace(state, initial_state=filled(state.initial_state))
+            for state in sequences.state
+        )
+        sequences = replace(sequences, state=state)
+    return replace(config, warm_up=warm_up, sequence_batching=sequences)
+
+
+def _read(item: InitialState | WarmUpInput) -> bytes:
+    with open(item.path, "rb") as file:
+        data = file.read(MAX_DATA_FILE + 1)
+    if item.datatype != BYTES and len(data) != byte_size(item.datatype, item.dims):
+        raise ValueError(f"{item.path} has changed since the configuration was read: it has {len(data)} bytes now")
+    return data
 
 
 class LoadFailure(msgspec.Struct, frozen=True, kw_only=True):

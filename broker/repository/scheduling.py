@@ -48,12 +48,16 @@ class Control(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InitialState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sequence starts with: `data` are the bytes of the file, b"" = zeros. `dims` without batch dimension."""
+    """What a sequence starts with: `data` are the bytes of the file, b"" = zeros. `dims` without batch dimension.
+
+    `path`: the file they come from.
+    """
 
     name: str
     datatype: str
     dims: tuple[int, ...]
     data: bytes = b""
+    path: str = ""
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,13 +130,16 @@ class Resource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WarmUpInput(msgspec.Struct, frozen=True, kw_only=True):
-    """`dims` without batch dimension. `data` are the bytes of one batch element's file, for `kind` "file"."""
+    """`dims` without batch dimension. `data` are the bytes of one batch element's file, for `kind` "file",
+    and `path` is that file.
+    """
 
     name: str
     datatype: str
     dims: tuple[int, ...]
     kind: str  # "zero", "random", "file"
     data: bytes = b""
+    path: str = ""
 
 
 class WarmUp(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,7 +48,7 @@ class ModelTable:
 
     def load(self, message: LoadInstances, blocks: list[memoryview]) -> LoadedModel:
         """Load all instances; the model serves nobody before `publish`. Raises what the backend raises."""
-        config = message.config
+        config = message.config.with_data()
         model = LoadedModel(config, message.version, message.generation)
         directory = config.versions.get(message.version)
         if directory is None:

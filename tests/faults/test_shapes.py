@@ -44,7 +44,8 @@ def test_d01_datatypes(lab: Lab) -> None:
     cases = [["add1", [_x([1, 4], wrong, byte_size=16)], [_y([1, 4])]] for wrong in WRONG_DATATYPES]
     for wrong, (code, text) in zip(WRONG_DATATYPES, lab.offend(_ask, cases=cases), strict=True):
         assert code == "INVALID_ARG"
-        assert text == f"inference input 'x' data-type is '{wrong}', but model 'add1' expects 'FP32'"
+        assert text.splitlines()[0] == f"inference input 'x' data-type is '{wrong}', but model 'add1' expects 'FP32'"
+        assert text.endswith("fix: send 'x' as FP32")
     cases = [["add1", [_x([1, 4])], [_y([1, 4], wrong)]] for wrong in WRONG_DATATYPES]
     for wrong, (code, text) in zip(WRONG_DATATYPES, lab.offend(_ask, cases=cases), strict=True):
         assert code == "INVALID_ARG"

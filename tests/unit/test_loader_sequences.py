@@ -257,3 +257,22 @@ def test_a_warm_up_of_unknown_inputs_or_too_many_rows(tmp_path):
     assert "has batch_size 9, max_batch_size is 4" in reason_of(
         tmp_path, models.matmul(), text.replace("batch_size: 2", "batch_size: 9")
     )
+
+
+def test_bytes_of_data_files_do_not_travel_to_the_worker_which_reads_them_again(tmp_path):
+    text = warm_up('data_type: TYPE_FP32 dims: 4 input_data_file: "a"') + sequence(
+        START, CORRID, STATE + 'initial_state { name: "i" data_type: TYPE_FP32 dims: [ 4 ] data_file: "i" } }'
+    ).removeprefix("max_batch_size: 4")
+    models.write_model(tmp_path, "m", accumulator(), config=text)
+    for directory, name in (("warmup", "a"), ("initial_state", "i")):
+        (tmp_path / "m" / directory).mkdir()
+        (tmp_path / "m" / directory / name).write_bytes(name.encode() * 16)
+    config = run(tmp_path)
+    slim = config.for_worker
+    assert (slim.warm_up[0].inputs[0].data, slim.sequence_batching.state[0].initial_state.data) == (b"", b"")
+    full = slim.with_data()
+    assert (full.warm_up, full.sequence_batching) == (config.warm_up, config.sequence_batching)
+    assert full.warm_up[0].inputs[0].data == b"a" * 16
+    (tmp_path / "m" / "initial_state" / "i").write_bytes(b"less")
+    with pytest.raises(ValueError, match="has changed since the configuration was read: it has 4 bytes now"):
+        slim.with_data()

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from tritonclient.grpc import model_config_pb2
 
-from broker.repository.config import InstanceGroup
+from broker.repository.config import MAX_DATA_FILE, InstanceGroup
 from broker.repository.loader.failure import ModelError
 from broker.repository.loader.files import read_file
 from broker.repository.loader.validate_scheduling import FLAGS, control_kind
@@ -35,7 +35,7 @@ from broker.repository.scheduling import (
 from shm.datatypes import BYTES, element_size
 
 DROP_OLDEST = "drop_oldest"  # model parameter: what a full queue gives up
-MAX_DATA = 16 << 20  # bytes of one data file
+MAX_WARM_UPS = 100_000  # runs of one sample on one instance
 MAX_ALL_DATA = 32 << 20  # bytes of all data files of a model, within what one message of the loader may have
 
 _Config: TypeAlias = model_config_pb2.ModelConfig
@@ -191,11 +191,13 @@ def _state(state: Any, model: ModelDirectory) -> State:
     initial = None
     for text in state.initial_state:
         where = f"initial state '{text.name}' of state '{state.input_name}'"
-        data = b""
+        data, path = b"", ""
         if text.WhichOneof("state_data") == "data_file":
-            data = _data_file(model, "initial_state", text.data_file, where)
+            data, path = _data_file(model, "initial_state", text.data_file, where)
             _check_size(data, datatype(text.data_type), text.dims, where)
-        initial = InitialState(name=text.name, datatype=datatype(text.data_type), dims=tuple(text.dims), data=data)
+        initial = InitialState(
+            name=text.name, datatype=datatype(text.data_type), dims=tuple(text.dims), data=data, path=path
+        )
     return State(
         input_name=state.input_name,
         output_name=state.output_name,
@@ -228,6 +230,8 @@ def warm_up(config: _Config, model: ModelDirectory) -> tuple[tuple[WarmUp, ...],
         total += sum(len(item.data) for item in inputs)
         if total > MAX_ALL_DATA:
             raise ModelError(f"the warm-up files of {config.name} have more than {MAX_ALL_DATA >> 20} MiB together")
+        if text.count > MAX_WARM_UPS:
+            raise ModelError(f"model_warmup '{name}' has count {text.count}, at most {MAX_WARM_UPS} for {config.name}")
         found.append(WarmUp(name=name, batch_size=max(1, text.batch_size), inputs=inputs, count=text.count or 1))
     return tuple(found), notes
 
@@ -244,14 +248,16 @@ def _warm_up_input(config: _Config, model: ModelDirectory, sample: str, name: st
     if declared is not None:
         _check_fits(declared, text, where)
     kind = text.WhichOneof("input_data_type")
-    data = b""
+    data, path = b"", ""
     if kind == "input_data_file":
-        data = _data_file(model, "warmup", text.input_data_file, where)
+        data, path = _data_file(model, "warmup", text.input_data_file, where)
         _check_size(data, datatype(text.data_type), text.dims, f"{where}: warmup setting")
     elif kind is None:
         raise ModelError(f"{where}: must specify 'zero_data', 'random_data' or 'input_data_file'")
     kinds = {"zero_data": "zero", "random_data": "random", "input_data_file": "file"}
-    return WarmUpInput(name=name, datatype=datatype(text.data_type), dims=tuple(text.dims), kind=kinds[kind], data=data)
+    return WarmUpInput(
+        name=name, datatype=datatype(text.data_type), dims=tuple(text.dims), kind=kinds[kind], data=data, path=path
+    )
 
 
 def _check_fits(declared: Any, text: Any, where: str) -> None:
@@ -269,12 +275,13 @@ def _check_fits(declared: Any, text: Any, where: str) -> None:
 # --- data files ---------------------------------------------------------------------------------------------------
 
 
-def _data_file(model: ModelDirectory, directory: str, name: str, where: str) -> bytes:
+def _data_file(model: ModelDirectory, directory: str, name: str, where: str) -> tuple[bytes, str]:
+    """Its bytes and its path."""
     root = os.path.join(model.path, directory)
     path = os.path.join(root, name)
     if not name or "\0" in name or os.path.isabs(name) or not is_inside(path, root):
         raise ModelError(f"{where}: data file {name!r} must lie in {root}")
-    return read_file(path, model.repository, MAX_DATA, f"{MAX_DATA >> 20} MiB")
+    return read_file(path, model.repository, MAX_DATA_FILE, f"{MAX_DATA_FILE >> 20} MiB"), os.path.realpath(path)
 
 
 def _check_size(data: bytes, kind: str, dims: Sequence[int], where: str) -> None:
