@@ -108,6 +108,8 @@ class Session:
         self._arrived = asyncio.Event()
         self._outbox: deque[tuple[bytes, list[int]]] = deque()
         self._outbox_bytes = 0
+        self._drained = asyncio.Event()
+        self._drained.set()
         self._stalled: asyncio.TimerHandle | None = None
         self._errors_in_a_row = 0
         self._greeted = False
@@ -157,6 +159,7 @@ class Session:
             while True:
                 await self._arrived.wait()
                 while self._waiting:
+                    await self._drained.wait()
                     request, fds, byte_size = self._waiting.popleft()
                     self._waiting_bytes -= byte_size
                     if self.peer.role == GATEWAY and self._greeted:
@@ -297,6 +300,10 @@ class Session:
             except BlockingIOError:
                 self._loop.add_writer(self._socket, self._flush)
                 self._watch_progress()
+                # No more work for a client that is behind with reading; one that never reads ends by `_stalled`.
+                if self.peer.role != GATEWAY:
+                    self._drained.clear()
+                    self._loop.remove_reader(self._socket)
         limit = GATEWAY_OUTBOX_BYTES if self.peer.role == GATEWAY else MAX_OUTBOX_BYTES
         if self._outbox_bytes + len(data) > limit:
             self.end(f"does not read: {self._outbox_bytes} bytes of replies are waiting")
@@ -322,6 +329,9 @@ class Session:
         self._loop.remove_writer(self._socket)
         if self._stalled:
             self._stalled.cancel()
+        if not self._drained.is_set():
+            self._drained.set()
+            self._loop.add_reader(self._socket, self._read)
 
     def _watch_progress(self) -> None:
         if self._stalled:
