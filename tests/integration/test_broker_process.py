@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 
 import msgpack
@@ -201,6 +202,10 @@ def test_explain_shows_the_final_configuration(repository):
     document = json.loads(answer.stdout)
     assert document["config"]["name"] == "add1"
     assert document["inputs"]["x"]["zero_copy"] is True
+    assert document["origins"]["input[x].dims"] == "model"
+    text = command("explain", "add1", "--model-repository", str(repository)).stdout
+    assert "# input x: zero-copy: " in text
+    assert re.search(r'^backend: "onnxruntime" +# model$', text, re.MULTILINE)
     assert command("explain", "nope", "--model-repository", str(repository)).returncode == 1
 
 

@@ -159,6 +159,11 @@ def test_what_is_wrong_with_sequences(tmp_path, parts, part):
             'batch_output { source_input: "x" target_name: [ "y", "y" ] }',
             "target output name 'y' can only be specified once",
         ),
+        ('metric_tags { key: "a b" value: "c" }', "metric tag 'a b' must have 1 to 64 letters, digits or _ for m"),
+        (
+            'model_warmup { inputs { key: "x" value { data_type: TYPE_FP32 dims: [ 1048576, 1048576 ] } } }',
+            "model_warmup 0 input 'x' has 1099511627776 elements for m",
+        ),
         (
             'parameters { key: "drop_oldest" value { string_value: "maybe" } } dynamic_batching { }',
             "must be true or fals",

@@ -5,6 +5,8 @@ Called by `validate`. Texts are Triton's wherever it has one.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -15,6 +17,8 @@ from broker.repository.loader.failure import ModelError
 MAX_MICROSECONDS = 2**53 // 1000 * 1000  # as nanoseconds still a signed 64-bit number
 MAX_CANDIDATES = 1 << 20  # sequences of one instance: each has a record and maybe state
 MAX_STATES = 64
+MAX_ELEMENTS = 1 << 30  # of what the worker fills by itself
+_TAG = re.compile(r"[A-Za-z0-9_]{1,64}")
 
 _Config: TypeAlias = model_config_pb2.ModelConfig
 _Control = model_config_pb2.ModelSequenceBatching.Control
@@ -47,6 +51,20 @@ def validate_scheduling(config: _Config) -> None:
                 )
     if config.response_cache.enable:
         _validate_cache(config)
+    for key in config.metric_tags:
+        if not _TAG.fullmatch(key):
+            raise ModelError(f"metric tag {key[:64]!r} must have 1 to 64 letters, digits or _ for {config.name}")
+    for index, sample in enumerate(config.model_warmup):
+        for key, text in sample.inputs.items():
+            validate_size(f"model_warmup {index} input '{key}'", text, max(1, sample.batch_size), config.name)
+
+
+def validate_size(what: str, text: Any, rows: int, name: str) -> None:
+    """Memory that the worker is to fill must be memory that it may have."""
+    if text.data_type in model_config_pb2.DataType.values() and all(dim >= 0 for dim in text.dims):
+        elements = math.prod(text.dims) * rows
+        if elements > MAX_ELEMENTS:
+            raise ModelError(f"{what} has {elements} elements for {name}, at most {MAX_ELEMENTS}")
 
 
 def _validate_cache(config: _Config) -> None:
@@ -160,6 +178,7 @@ def _validate_states(config: _Config) -> None:
         raise ModelError(f"sequence batching has {len(batching.state)} states for {name}, at most {MAX_STATES}")
     for state in batching.state:
         prefix = f"sequence batching state '{state.input_name}'"
+        validate_size(prefix, state, 1, name)
         if not state.input_name or not state.output_name:
             raise ModelError(f"sequence batching state must specify 'input_name' and 'output_name' for {name}")
         if state.input_name in taken:
