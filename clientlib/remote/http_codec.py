@@ -7,6 +7,7 @@ binary tensor data extension has it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
@@ -33,6 +34,11 @@ _CODES = {
     503: Code.UNAVAILABLE,
     504: Code.UNAVAILABLE,
 }
+# Texts of Triton's and ours that no error of another code has.
+_CODES_OF_400 = (
+    (re.compile(r"shared memory region '.*' already in manager", re.DOTALL), Code.ALREADY_EXISTS),
+    (re.compile(r"the request was cancelled"), Code.CANCELLED),
+)
 _MAX_TEXT = 4096  # characters of an answer that is no JSON, in an error
 
 
@@ -152,6 +158,8 @@ def error_of(status: int, body: bytes) -> InferError:
         text = json.loads(body)["error"]
     except (ValueError, TypeError, KeyError):
         text = body.decode("utf-8", "replace")[:_MAX_TEXT].strip()
+    if status == 400:
+        code = next((better for pattern, better in _CODES_OF_400 if pattern.fullmatch(str(text).strip())), code)
     return InferError(code, transport.plain(str(text)) if text else f"the server answered with HTTP status {status}")
 
 
