@@ -1,0 +1,67 @@
+"""Ragged batches, optional inputs and built-in backends of real brokers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import clientlib
+from tests.fakes import models
+from tests.fakes.broker import Broker
+
+IDENTITY = """
+backend: "identity"
+max_batch_size: 4
+input [
+  { name: "INPUT0" data_type: TYPE_FP32 dims: [ 1 ] optional: true },
+  { name: "INPUT1" data_type: TYPE_FP32 dims: [ 1 ] optional: true }
+]
+output [
+  { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 1 ] },
+  { name: "OUTPUT1" data_type: TYPE_FP32 dims: [ 1 ] }
+]
+"""
+RAGGED = """
+backend: "onnxruntime"
+max_batch_size: 4
+input { name: "x" data_type: TYPE_FP32 dims: [ -1 ] allow_ragged_batch: true }
+output { name: "y" data_type: TYPE_FP32 dims: [ -1 ] }
+batch_output { kind: BATCH_SCATTER_WITH_INPUT_SHAPE target_name: "y" source_input: "x" }
+dynamic_batching { max_queue_delay_microseconds: 100000 }
+"""
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("repository")
+    models.write_repository(root, {"ragged": models.identity(dims=("n",))})
+    (root / "ragged" / "config.pbtxt").write_text(RAGGED)
+    (root / "identity" / "1").mkdir(parents=True)
+    (root / "identity" / "config.pbtxt").write_text(IDENTITY)
+    return root
+
+
+@pytest.fixture
+def client(broker: Broker) -> Iterator[clientlib.Client]:
+    with clientlib.connect(f"ipc://{broker.directory}") as client:
+        yield client
+
+
+def test_identity_without_one_of_its_inputs(client):
+    value = np.float32([[3]])
+    assert client.infer("identity", {"INPUT1": value}, outputs=["OUTPUT1"])["OUTPUT1"].tolist() == [[3]]
+
+
+def test_ragged_requests_get_their_own_part_back(broker):
+    values = [np.full((1, size), size, np.float32) for size in (2, 4, 1, 3)]
+
+    async def ask():
+        async with await clientlib.connect_async(f"ipc://{broker.directory}") as client:
+            return await asyncio.gather(*(client.infer("ragged", {"x": value}) for value in values))
+
+    for value, answer in zip(values, asyncio.run(ask()), strict=True):
+        assert answer["y"].tolist() == value.tolist()
