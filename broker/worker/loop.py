@@ -16,9 +16,9 @@ from typing import final
 from broker.worker.execute import run_batch
 from broker.worker.hot_set import HotSet
 from broker.worker.intake import take_in
-from broker.worker.model import MISSING, LoadedModel
+from broker.worker.model import LoadedModel
 from broker.worker.plans import Plan
-from broker.worker.scheduler import SHORT_NS, Batch, Scheduler
+from broker.worker.scheduler import SHORT_NS, Batch, Refused, Scheduler
 from broker.worker.turn import Turn
 from shm import statistics
 from shm.admission import EXPIRED, Publishes, Request
@@ -68,7 +68,7 @@ class Loop:
         """Watch a channel whose recovery has run."""
         self._block[statistics.RECOVERED] += len(recovered.suspects) + len(recovered.fresh)
         self._attached = [*self._attached, channel]
-        self.end(self.scheduler.adopt(recovered), *MISSING)
+        self._refuse(self.scheduler.adopt(recovered))
         self._set.add(channel)
 
     def detach(self, channel: WorkerChannel) -> None:
@@ -182,7 +182,7 @@ class Loop:
             batch = None
             if scheduler.queued or scheduler.suspects:
                 if scheduler.deadline and now >= scheduler.deadline:
-                    self.end(scheduler.expired(now), *EXPIRED)
+                    self._refuse(scheduler.expired(now))
                 batch = scheduler.due(now)
             if batch is None and not found:
                 if self._park():
@@ -290,7 +290,7 @@ class Loop:
         if taken and any(request.plan.model.answers for request in taken):  # type: ignore[union-attr]
             taken = take_in(taken)
         if taken:
-            self.end(self.scheduler.add(taken), *MISSING)
+            self._refuse(self.scheduler.add(taken))
         refused = [request for request, admitted in notable if not admitted]
         if refused:
             self._count_endings(refused)
@@ -305,6 +305,10 @@ class Loop:
             request.fail(code, text)
             self._count_endings([request])
             request.channel.complete((request,))
+
+    def _refuse(self, refused: Iterable[Refused]) -> None:
+        for request, verdict in refused:
+            self.end([request], *verdict)
 
     def _count_endings(self, requests: list[Request]) -> None:
         for request in requests:
@@ -324,7 +328,7 @@ class Loop:
             channel.start(own)
         if requests[0].attempts > 1:  # alone, as a suspect
             batch.instance.block[statistics.RETRIED] += 1
-        run_batch(batch.instance, requests)
+        run_batch(batch.instance, requests, batch.rows)
         for channel, own in by_channel:
             channel.complete(own)
         # Only now: with one instance, answers must not overtake each other, and a drain must not leave before them.

@@ -16,7 +16,8 @@ import numpy.typing as npt
 from broker.repository.config import InstanceGroup, ModelConfig
 from broker.worker.assembly import assembly_of
 from broker.worker.backends import Backend, Binding, Context, RuntimeModel
-from broker.worker.batcher import Queue, SingleQueue, queue_for
+from broker.worker.batcher import SingleQueue, queue_for
+from broker.worker.queues import Queue
 from broker.worker.reshape import reshapes
 from broker.worker.warm_up import warm_up
 from shm import statistics
@@ -66,6 +67,7 @@ class Instance:
         "_took",
         "block",
         "buffers",
+        "index",
         "longest",
         "model",
         "name",
@@ -74,8 +76,9 @@ class Instance:
         "typical",
     )
 
-    def __init__(self, model: LoadedModel, name: str, runtime: RuntimeModel, block: memoryview) -> None:
+    def __init__(self, model: LoadedModel, name: str, runtime: RuntimeModel, block: memoryview, index: int = 0) -> None:
         self.model = model
+        self.index = index  # among those of the model
         self.name = name
         self.number = next(_numbers)  # never reused: bindings of an instance that is gone cannot be found again
         self.runtime = runtime
@@ -201,6 +204,7 @@ class LoadedModel:
         "queue",
         "reshapes",
         "shares",
+        "timed",
         "uncertain",
         "version",
     )
@@ -211,9 +215,10 @@ class LoadedModel:
         self.generation = generation
         self.instances: list[Instance] = []
         self.free: list[Instance] = []
-        self.queue: Queue = queue_for(config.max_batch_size, config.dynamic_batching)
+        self.queue: Queue = queue_for(config, instance_count(config.instance_group))
         self.closed: Verdict | None = None
         batching = config.dynamic_batching
+        self.timed = _has_timeouts(config)
         self.alone = isinstance(self.queue, SingleQueue)  # every request runs alone
         # Does a lone request go as soon as an instance is free?
         self.immediate = batching is None or not batching.max_queue_delay_microseconds
@@ -268,7 +273,7 @@ class LoadedModel:
             for number in range(group.count):
                 name = f"{group.name}_{number}"
                 context = Context(self.config, self.version, directory, group, name)
-                instance = Instance(self, name, backend.load(context), next(places))
+                instance = Instance(self, name, backend.load(context), next(places), len(self.instances))
                 self.instances.append(instance)
                 warm_up(self.config, instance.runtime, self.shape)
         self.free = list(self.instances)
@@ -290,6 +295,15 @@ class LoadedModel:
 def instance_count(groups: tuple[InstanceGroup, ...]) -> int:
     """How many statistics blocks a model version needs."""
     return sum(group.count for group in groups)
+
+
+def _has_timeouts(config: ModelConfig) -> bool:
+    """Does its queue let requests go by itself?"""
+    batching = config.dynamic_batching
+    if batching is None:
+        return config.sequence_batching is not None
+    policies = (batching.default_queue_policy, *batching.priority_queue_policy.values())
+    return any(policy.default_timeout_microseconds for policy in policies)
 
 
 def aligned_buffer(byte_size: int) -> npt.NDArray[np.uint8]:

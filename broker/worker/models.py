@@ -92,7 +92,7 @@ class ModelTable:
 
     def _list_serving(self) -> None:
         models = [model for versions in self._versions.values() for model in versions.values()]
-        self._loop.scheduler.serving = tuple(models)
+        self._loop.scheduler.serve(models)
 
     def bind(self, plan: Plan) -> None:
         """Give a new plan its model. It is among the plans that a load sees by now."""

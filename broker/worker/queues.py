@@ -23,6 +23,9 @@ class Queue(Protocol):
     pinned: bool
     """May `take` have work for one free instance and none for another? Then it is asked for each."""
 
+    late_at: int
+    """When `late` will have something to let go if nothing happens before; 0: never."""
+
     def __len__(self) -> int:
         """Requests that wait here."""
 
@@ -34,7 +37,7 @@ class Queue(Protocol):
         waiting until `due`. `most`: at most so many requests (0: as many as fit)."""
 
     def due(self) -> int:
-        """When to ask `take` or `late` again if nothing else happens before; 0: nothing will change by itself."""
+        """When to ask `take` again although nothing else happens before; 0: nothing will change by itself."""
 
     def done(self, instance: int, batch: Sequence[Row]) -> None:
         """A batch that `take` gave has ended, however it ended."""

@@ -14,24 +14,32 @@ from typing import Any, final
 
 from broker.worker.model import MISSING, Instance, LoadedModel
 from broker.worker.plans import Plan
+from broker.worker.queues import Row
 from broker.worker.turn import Turn
 from shm import statistics
-from shm.admission import Request
+from shm.admission import EXPIRED, Request, Verdict
 from shm.recovery import Recovered
 from shm.worker_channel import WorkerChannel
 
+Refused = tuple[Request, Verdict]  # how it is to end
 SHORT_NS = 200_000  # longer batches run without the lead: a hand-off between threads costs 10-20 µs
 
 
 @final
 class Batch:
-    """What one thread runs: requests of one model on one of its instances. `alone`: nothing else may run."""
+    """What one thread runs: requests of one model on one of its instances. `alone`: nothing else may run.
 
-    __slots__ = ("alone", "instance", "requests")
+    `rows` is what its queue gave: the requests, with None for empty slots of a sequence batch.
+    """
 
-    def __init__(self, instance: Instance, requests: list[Request], alone: bool = False) -> None:
+    __slots__ = ("alone", "instance", "requests", "rows")
+
+    def __init__(
+        self, instance: Instance, requests: list[Request], rows: Sequence[Row] = (), *, alone: bool = False
+    ) -> None:
         self.instance = instance
         self.requests = requests
+        self.rows = rows
         self.alone = alone
 
     def short(self) -> bool:
@@ -99,18 +107,19 @@ class Scheduler:
         self.alone = False  # a suspect runs
         self.running = 0  # batches, the leader's inline ones not counted
         self.deadline = 0
+        self.timed: list[LoadedModel] = []  # those whose queues let requests go by themselves
         self.serving: tuple[LoadedModel, ...] = ()  # those that take new requests
         self._deadlines = Deadlines()
         self._requests = 0  # queued and running, those that the leader ran at once not counted
         self.retired: list[LoadedModel] = []  # unloaded or replaced, still at work
         self._turn = turn
 
-    def add(self, requests: list[Request]) -> list[Request]:
-        """Queue admitted requests. Returns those whose model was closed since: the caller ends them."""
+    def add(self, requests: list[Request]) -> list[Refused]:
+        """Queue admitted requests. Returns those that were not taken in, which the caller ends."""
         with self.lock:
             return self._enqueue(requests)
 
-    def adopt(self, recovered: Recovered) -> list[Request]:
+    def adopt(self, recovered: Recovered) -> list[Refused]:
         """Take over what a recovery found: suspects run first, each alone. Returns what `add` would."""
         with self.lock:
             self.suspects.extend(recovered.suspects)
@@ -118,15 +127,15 @@ class Scheduler:
                 self._note(request)
             return self._enqueue(recovered.fresh)
 
-    def _enqueue(self, requests: Sequence[Request]) -> list[Request]:
-        refused = []
+    def _enqueue(self, requests: Sequence[Request]) -> list[Refused]:
+        refused: list[Refused] = []
         listed = None
         for request in requests:
             model = request.plan.model  # type: ignore[union-attr]
-            if model.closed is not None:
-                refused.append(request)
+            verdict = model.closed or model.queue.add(request, request.arrival)
+            if verdict is not None:
+                refused.append((request, verdict))
                 continue
-            model.queue.add(request)
             if model is not listed:
                 listed = model
                 if model not in self.queued:
@@ -138,7 +147,16 @@ class Scheduler:
         self._requests += 1
         if request.deadline:
             self._deadlines.add(request)
-            self.deadline = self._deadlines.earliest()
+            self._look_at_times()
+
+    def _look_at_times(self) -> None:
+        """`deadline` is the requests' own or their queues', whichever is first."""
+        earliest = self._deadlines.earliest()
+        for model in self.timed:
+            at = model.queue.late_at
+            if at and (at < earliest or not earliest):
+                earliest = at
+        self.deadline = earliest
 
     def remove(self, request: Request) -> bool:
         """Take back a queued request (cancelled); False when it runs already."""
@@ -210,18 +228,19 @@ class Scheduler:
         return None
 
     def _due_of(self, model: LoadedModel, now: int) -> Batch | None:
-        try:
-            instance = model.free.pop()  # the leader's inline path pops without the lock
-        except IndexError:
-            return None
-        requests: list[Request] = model.queue.take(now, model.share(instance))  # type: ignore[assignment]
-        if not requests:
-            model.free.append(instance)
-            return None
-        self._unlist(model)
-        if len(model.queue):
-            self.queued.append(model)  # behind the others: they get their turn
-        return self._begin(Batch(instance, requests))
+        for _ in range(len(model.free) if model.queue.pinned else 1):
+            try:
+                instance = model.free.pop()  # the leader's inline path pops without the lock
+            except IndexError:
+                return None
+            rows = model.queue.take(now, instance.index, model.share(instance))
+            if rows:
+                self._unlist(model)
+                if len(model.queue):
+                    self.queued.append(model)  # behind the others: they get their turn
+                return self._begin(Batch(instance, [row for row in rows if row is not None], rows))
+            model.free.insert(0, instance)  # the next one is another one
+        return None
 
     def _begin(self, batch: Batch) -> Batch:
         self.running += 1
@@ -239,25 +258,35 @@ class Scheduler:
             return None
         request = self.suspects.popleft()
         instance = request.plan.model.free.pop()  # type: ignore[union-attr]
-        return self._begin(Batch(instance, [request], alone=True))
+        return self._begin(Batch(instance, [request], [request], alone=True))
 
     def done(self, batch: Batch) -> None:
         """The batch has run; its instance is free."""
         with self.lock:
-            batch.instance.model.free.append(batch.instance)
+            instance = batch.instance
+            if not batch.alone:
+                instance.model.queue.done(instance.index, batch.rows)
+            instance.model.free.append(instance)
             self.running -= 1
             self._requests -= len(batch.requests)
             if batch.alone:
                 self.alone = False
 
-    def expired(self, now: int) -> list[Request]:
-        """Take back every queued request whose deadline has passed."""
+    def expired(self, now: int) -> list[Refused]:
+        """Take back every queued request whose deadline has passed, or whose queue lets it wait no longer."""
         with self.lock:
-            late = self._deadlines.passed(now)
-            for request in late:
+            late: list[Refused] = []
+            for request in self._deadlines.passed(now):
                 self._dequeue(request)
+                late.append((request, EXPIRED))
+            for model in self.timed:
+                for request, verdict in model.queue.late(now):
+                    self._deadlines.remove(request)
+                    late.append((request, verdict))
+                if model in self.queued and not len(model.queue):
+                    self._unlist(model)
             self._requests -= len(late)
-            self.deadline = self._deadlines.earliest()
+            self._look_at_times()
         return late
 
     def next_look(self) -> tuple[int, bool]:
@@ -269,9 +298,15 @@ class Scheduler:
             until = [self.deadline] if self.deadline else []
             for model in self.queued:
                 model.instances[0].block[statistics.PENDING] = len(model.queue)
-                if model.free and not (self.alone or self.suspects):
-                    until.append(model.queue.due())
+                if model.free and not (self.alone or self.suspects) and (due := model.queue.due()):
+                    until.append(due)
             return min(until, default=0), bool(self.queued or self.suspects or self.running)
+
+    def serve(self, models: Sequence[LoadedModel]) -> None:
+        """These take new requests from now on."""
+        with self.lock:
+            self.serving = tuple(models)
+            self.timed += [model for model in models if model.timed and model not in self.timed]
 
     def retire(self, model: LoadedModel) -> None:
         """The model gets no new requests; what it has still runs, then `close_retired` gives its memory back."""
@@ -284,6 +319,7 @@ class Scheduler:
             wanted = [request.plan.model for request in self.suspects]  # type: ignore[union-attr]
             done = [m for m in self.retired if not len(m.queue) and m not in wanted and _claim(m)]
             self.retired = [m for m in self.retired if m not in done]
+            self.timed = [m for m in self.timed if m not in done]
         for model in done:
             model.close()
 

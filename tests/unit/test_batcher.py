@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from broker.repository.config import ModelConfig
 from broker.repository.scheduling import DynamicBatching
 from broker.worker.batcher import DynamicBatcher, SingleQueue, queue_for
 
@@ -31,7 +32,7 @@ def batcher(max_batch_size: int = 8, preferred: tuple[int, ...] = (), delay: int
 
 def fill(queue, *requests: Queued) -> list[Queued]:
     for request in requests:
-        queue.add(request)
+        queue.add(request, request.arrival)
     return list(requests)
 
 
@@ -40,10 +41,26 @@ def many(count: int, **fields) -> list[Queued]:
 
 
 def test_the_configuration_decides_which_queue():
-    assert isinstance(queue_for(8, None), SingleQueue)
-    assert isinstance(queue_for(1, DynamicBatching()), SingleQueue)
-    assert isinstance(queue_for(0, DynamicBatching()), SingleQueue)
-    assert isinstance(queue_for(2, DynamicBatching()), DynamicBatcher)
+    def queue(most, batching):
+        config = ModelConfig(
+            name="m",
+            platform="",
+            backend="none",
+            directory="",
+            versions={},
+            default_model_filename="",
+            max_batch_size=most,
+            input=(),
+            output=(),
+            instance_group=(),
+            dynamic_batching=batching,
+        )
+        return queue_for(config, 1)
+
+    assert isinstance(queue(8, None), SingleQueue)
+    assert isinstance(queue(1, DynamicBatching()), SingleQueue)
+    assert isinstance(queue(0, DynamicBatching()), SingleQueue)
+    assert isinstance(queue(2, DynamicBatching()), DynamicBatcher)
 
 
 # --- without a delay ------------------------------------------------------------------------------------------------
@@ -252,7 +269,7 @@ class Queueing(RuleBasedStateMachine):
     )
     def add(self, rows, signature, priority):
         request = Queued(min(rows, self.maximum), self.now, priority, signature)
-        self.queue.add(request)
+        assert self.queue.add(request, self.now) is None
         self.levels[priority - 1 if 1 <= priority <= len(self.levels) else 0].append(request)
 
     @rule(microseconds=st.integers(1, 60))

@@ -13,6 +13,7 @@ from broker.worker.model import MISSING, LoadedModel, instance_count
 from broker.worker.scheduler import SHORT_NS, Scheduler
 from broker.worker.turn import Turn
 from shm import statistics
+from shm.admission import EXPIRED
 from shm.recovery import Recovered
 from shm.statistics import StatisticsPage
 from tests.fakes.channel import Twin
@@ -284,9 +285,9 @@ def test_suspects_are_cancelled_and_expire_like_others(scheduler, models):
     scheduler.adopt(Recovered(list(suspects), []))
     assert scheduler.deadline == 70
     assert scheduler.remove(second)
-    assert scheduler.expired(70) == [third]
+    assert scheduler.expired(70) == [(third, EXPIRED)]
     assert scheduler.deadline == 90
-    assert scheduler.expired(90) == [first]
+    assert scheduler.expired(90) == [(first, EXPIRED)]
     assert scheduler.deadline == 0
     assert scheduler.idle()
 
@@ -338,8 +339,8 @@ def test_nothing_begins_on_a_closed_model(scheduler, models):
     assert model.closed == MISSING
     assert model.free == [], "the leader's inline path asks nobody"
     late, fine = request(model), request(other)
-    assert scheduler.add([late, fine]) == [late]
-    assert scheduler.adopt(Recovered([], [late])) == [late]
+    assert scheduler.add([late, fine]) == [(late, MISSING)]
+    assert scheduler.adopt(Recovered([], [late])) == [(late, MISSING)]
     assert scheduler.due(0).requests == [fine]
     assert not scheduler.waiting()
 

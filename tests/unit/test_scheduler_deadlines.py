@@ -9,6 +9,7 @@ import pytest
 
 from broker.worker.scheduler import Scheduler
 from broker.worker.turn import Turn
+from shm.admission import EXPIRED
 from shm.recovery import Recovered
 from tests.unit.test_scheduler import NEVER, Models, add, request
 
@@ -35,9 +36,9 @@ def test_expired_requests_are_taken_back_and_the_next_deadline_is_known(schedule
     requests = add(scheduler, request(one, 50), request(one, 30), request(one), request(two, 40), request(two, 60))
     assert scheduler.deadline == 30
     assert scheduler.expired(29) == []
-    assert scheduler.expired(40) == [requests[1], requests[3]]
+    assert scheduler.expired(40) == [(requests[1], EXPIRED), (requests[3], EXPIRED)]
     assert scheduler.deadline == 50
-    assert set(scheduler.expired(60)) == {requests[0], requests[4]}
+    assert set(scheduler.expired(60)) == {(requests[0], EXPIRED), (requests[4], EXPIRED)}
     assert scheduler.deadline == 0
     assert scheduler.due(0).requests == [requests[2]]
     assert not scheduler.waiting()
@@ -64,7 +65,7 @@ def test_a_look_at_deadlines_costs_what_has_passed(scheduler, models):
     requests = add(scheduler, *(request(model, Watched(100 + k)) for k in range(4096)))
     looked.clear()
     assert scheduler.expired(99) == []
-    assert scheduler.expired(101) == [requests[0], requests[1]]
+    assert scheduler.expired(101) == [(requests[0], EXPIRED), (requests[1], EXPIRED)]
     assert scheduler.deadline == 102
     assert len(looked) < 100
 
@@ -103,7 +104,7 @@ def test_in_flight_is_what_is_queued_and_what_runs(scheduler, turn, models):
     assert scheduler.in_flight() == 7
     scheduler.remove(requests[1])
     scheduler.remove(requests[1])
-    assert scheduler.expired(7) == [requests[2]]
+    assert scheduler.expired(7) == [(requests[2], EXPIRED)]
     assert scheduler.in_flight() == 5
     for batch in batches:
         scheduler.done(batch)
