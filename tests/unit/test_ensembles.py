@@ -1,0 +1,158 @@
+"""Ensembles against their members' configurations: Triton's texts for what does not fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from broker.repository.config import InstanceGroup, ModelConfig, TensorConfig
+from broker.repository.ensembles import check_available, check_members, cycle, members
+from broker.repository.scheduling import Ensemble, Step
+from shm.errors import InferError
+
+
+def tensor(name: str, *dims: int, datatype: str = "FP32", **more) -> TensorConfig:
+    return TensorConfig(name=name, datatype=datatype, dims=dims, **more)
+
+
+def model(name: str, inputs, outputs, batch: int = 8, **more) -> ModelConfig:
+    fields = {
+        "name": name,
+        "platform": "onnxruntime_onnx",
+        "backend": "onnxruntime",
+        "directory": "/models",
+        "versions": {1: "/models/1"},
+        "default_model_filename": "model.onnx",
+        "max_batch_size": batch,
+        "input": inputs,
+        "output": outputs,
+        "instance_group": (InstanceGroup(name=name),),
+    }
+    return ModelConfig(**(fields | more))
+
+
+def ensemble(*steps: Step, inputs=None, outputs=None, batch: int = 8, **more) -> ModelConfig:
+    return model(
+        "E",
+        inputs or (tensor("IN", 16),),
+        outputs or (tensor("OUT", 16),),
+        batch,
+        ensemble=Ensemble(step=steps),
+        **(more | {"platform": "ensemble", "backend": "ensemble"}),
+    )
+
+
+def step(name: str, source: str, target: str, **more) -> Step:
+    return Step(model_name=name, input_map={"X": source}, output_map={"Y": target}, **more)
+
+
+def identity(name: str, *dims: int, batch: int = 8, datatype: str = "FP32", **more) -> ModelConfig:
+    x, y = tensor("X", *dims, datatype=datatype), tensor("Y", *dims, datatype=datatype)
+    return model(name, (x,), (y,), batch, **more)
+
+
+CHAIN = (step("a", "IN", "mid"), step("b", "mid", "OUT"))
+
+
+def refusal(config: ModelConfig, *configs: ModelConfig) -> str:
+    with pytest.raises(InferError) as caught:
+        check_members(config, {member.name: member for member in configs})
+    return caught.value.message
+
+
+def accept(config: ModelConfig, *configs: ModelConfig) -> None:
+    check_members(config, {member.name: member for member in configs})
+
+
+def test_members_are_named_once_in_order():
+    assert members(Ensemble(step=(step("b", "IN", "x"), step("a", "x", "y"), step("b", "y", "z")))) == ("b", "a")
+
+
+# --- are they there -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loaded", "failures", "text"),
+    [
+        ({"a": (1,)}, {}, "ensemble 'E' depends on 'b' which has no loaded version."),
+        (
+            {"a": (1,), "b": ()},
+            {"b": "no file"},
+            "ensemble 'E' depends on 'b' which has no loaded version. Model 'b' loading failed with error: no file",
+        ),
+        ({"a": (1,), "b": (1,)}, {}, "ensemble 'E' depends on 'b' whose required version 2 is not loaded."),
+    ],
+)
+def test_a_member_that_does_not_serve(loaded, failures, text):
+    config = ensemble(step("a", "IN", "mid"), step("b", "mid", "OUT", model_version=2))
+    with pytest.raises(InferError) as caught:
+        check_available(config, loaded, failures)
+    assert caught.value.message == text
+    check_available(config, {"a": (1,), "b": (1, 2)}, {})
+
+
+def test_an_ensemble_of_itself_is_a_circle():
+    def of(*names: str) -> Ensemble:
+        return Ensemble(step=tuple(step(name, "IN", "OUT") for name in names))
+
+    assert cycle("A", {"A": of("B"), "B": of("x", "A")}) == "circular dependency between ensembles: A -> ... -> B -> A"
+    assert cycle("A", {"A": of("A")}) == "circular dependency between ensembles: A -> ... -> A -> A"
+    assert cycle("A", {"A": of("B", "C"), "B": of("D"), "C": of("D"), "D": of("x")}) == ""
+
+
+# --- do they fit --------------------------------------------------------------------------------------------------
+
+
+def test_a_chain_that_fits():
+    accept(ensemble(*CHAIN), identity("a", 16), identity("b", 16))
+    accept(ensemble(*CHAIN), identity("a", -1), identity("b", 16))
+
+
+def test_batching_and_other_models_mix_when_whole_shapes_fit():
+    accept(ensemble(*CHAIN), identity("a", 16), identity("b", -1, 16, batch=0))
+    assert refusal(ensemble(*CHAIN), identity("a", 16), identity("b", 4, 3, batch=0)) == (
+        "in ensemble E, ensemble tensor mid: inconsistent shape: [-1,16] is inferred from model a while [4,3] is "
+        "inferred from model b"
+    )
+
+
+def test_a_smaller_batch_of_a_member():
+    assert refusal(ensemble(*CHAIN), identity("a", 16), identity("b", 16, batch=4)) == (
+        "ensemble E allows maximum batch size 8, but it contains model b which only allows maximum batch size to be 4"
+    )
+
+
+def test_other_datatypes():
+    assert refusal(ensemble(*CHAIN), identity("a", 16, datatype="BYTES"), identity("b", 16)) == (
+        "in ensemble E, ensemble tensor IN: inconsistent data type: TYPE_FP32 is inferred from model E while "
+        "TYPE_STRING is inferred from model a"
+    )
+
+
+def test_maps_to_what_the_member_does_not_have():
+    bad_input = Step(model_name="a", input_map={"Q": "IN"}, output_map={"Y": "OUT"})
+    assert refusal(ensemble(bad_input), identity("a", 16)) == (
+        "in ensemble E, ensemble tensor IN is mapping to non-existing input Q in model a"
+    )
+    bad_output = Step(model_name="a", input_map={"X": "IN"}, output_map={"Q": "OUT"})
+    assert refusal(ensemble(bad_output), identity("a", 16)) == (
+        "in ensemble E, ensemble tensor OUT is mapped from non-existing output Q in model a"
+    )
+
+
+def test_an_input_without_a_tensor_must_be_optional():
+    def two(optional: bool) -> ModelConfig:
+        return model("a", (tensor("X", 16), tensor("Z", 16, optional=optional)), (tensor("Y", 16),))
+
+    one = step("a", "IN", "OUT")
+    accept(ensemble(one), two(True))
+    assert refusal(ensemble(one), two(False)) == (
+        "in ensemble E, input Z in model a is not mapped to any ensemble tensors"
+    )
+
+
+def test_what_a_worker_cannot_run():
+    one = step("a", "IN", "OUT")
+    assert "the same parameter `worker_group`" in refusal(
+        ensemble(one), identity("a", 16, parameters={"worker_group": "other"})
+    )
+    assert "contains the decoupled model 'a'" in refusal(ensemble(one), identity("a", 16, decoupled=True))
