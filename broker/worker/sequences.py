@@ -1,0 +1,336 @@
+"""Which requests of sequences run together, and when: Triton's strategies "direct" and "oldest".
+
+Pure state machines as `broker.worker.queues` says; its caller there holds the lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Sequence as Rows
+from typing import Final, final
+
+from broker.repository.config import ModelConfig
+from broker.repository.scheduling import SequenceBatching
+from broker.worker.queues import Queue, Row
+from broker.worker.sequence import Sequence
+from shm.admission import Request, Verdict
+from shm.errors import Code
+from shm.layout import SEQUENCE_END, SEQUENCE_START
+
+EXPIRED: Final[Verdict] = (Code.UNAVAILABLE, "timeout of the corresponding sequence has been expired")
+
+_log = logging.getLogger(__name__)
+
+
+@final
+class _Line:
+    """One sequence here: what waits of it, what runs, and the slot it holds (None: in the backlog)."""
+
+    __slots__ = ("channel", "ended", "fresh", "last", "queue", "record", "running", "slot")
+
+    def __init__(self, record: Sequence, channel: object) -> None:
+        self.record = record  # of the request that was added last
+        self.channel = channel
+        self.queue: OrderedDict[Request, None] = OrderedDict()
+        self.running: Request | None = None
+        self.slot: tuple[int, int] | None = None
+        self.ended = False  # its END has come
+        self.fresh = False  # a request of it ended after `last`
+        self.last = 0
+
+    def ready(self) -> bool:
+        return bool(self.queue) and self.running is None
+
+
+class _Sequences:
+    """Slots, backlog and time-outs, the same in both strategies."""
+
+    pinned = True
+
+    def __init__(
+        self, name: str, config: SequenceBatching, instances: int, slots: int, delay: int = 0, backlog_delay: int = 0
+    ) -> None:
+        self._name = name
+        self._config = config
+        self._idle = config.max_sequence_idle_microseconds * 1000
+        self._wait = config.max_queue_delay_microseconds * 1000
+        self._slots: list[list[_Line | None]] = [[None] * slots for _ in range(instances)]
+        self._live: dict[int, _Line] = {}  # those whose END has not come
+        self._lines: dict[Request, _Line] = {}  # of requests that wait or run
+        self._backlog: OrderedDict[_Line, None] = OrderedDict()
+        self._quiet: OrderedDict[_Line, None] = OrderedDict()  # those that can time out, the longest idle first
+        self._dropped: list[tuple[Request, Verdict]] = []  # they leave by `late`
+        self._waiting = 0
+        self._draining = False
+        self.late_at = 0
+        self._hold = (delay, backlog_delay)  # TRITONSERVER_DELAY_SCHEDULER, TRITONSERVER_BACKLOG_DELAY_SCHEDULER
+
+    def __len__(self) -> int:
+        return self._waiting + len(self._dropped)
+
+    def add(self, request: Request, now: int) -> Verdict | None:
+        """Take the request into its sequence's line; a verdict in Triton's words when it breaks a rule."""
+        refusal = self._refusal(request)
+        if refusal is not None:
+            return refusal
+        number = request.sequence_id
+        line = self._live.get(number)
+        if request.flags & SEQUENCE_START:
+            record = Sequence(number)
+            if line is None:
+                line = self._live[number] = _Line(record, request.channel)
+                if not self._place(line):
+                    self._backlog[line] = None
+            else:
+                _log.warning(
+                    "sequence %d for model '%s' has a conflict. The previous sequence did not end before this sequence"
+                    " start. Previous sequence will be terminated early.",
+                    number,
+                    self._name,
+                )
+                line.record = record
+                line.channel = request.channel
+        assert line is not None
+        request.sequence = line.record
+        line.queue[request] = None
+        self._lines[request] = line
+        self._waiting += 1
+        if request.flags & SEQUENCE_END:
+            line.ended = True
+            del self._live[number]
+        self._touch(line, now)
+        self._look()
+        return None
+
+    def _refusal(self, request: Request) -> Verdict | None:
+        to_model = f"to model '{self._name}' must specify"
+        if request.rows > 1:
+            return Code.INVALID_ARG, (
+                f"inference request {to_model} batch-size 1 due to requirements of sequence batcher"
+            )
+        if not request.sequence_id:
+            return Code.INVALID_ARG, f"inference request {to_model} a non-zero or non-empty correlation ID"
+        if not request.flags & SEQUENCE_START:
+            if request.sequence_id in self._live:
+                return None
+            return Code.INVALID_ARG, (
+                f"inference request for sequence {request.sequence_id} {to_model} the START flag on the first request"
+                " of the sequence"
+            )
+        if self._draining and request.sequence_id not in self._live:
+            return Code.UNAVAILABLE, f"model '{self._name}' is being unloaded and takes no new sequences"
+        return None
+
+    def drain(self) -> None:
+        """New sequences are refused from now on; those that run may continue until END or time-out."""
+        self._draining = True
+
+    def forget(self, channel: object) -> None:
+        """The client of this channel is gone: let its sequences go. What waits of them leaves by `late`."""
+        for line in [line for line in self._live.values() if line.channel is channel]:
+            self._end(line, EXPIRED)
+        self._look()
+
+    def due(self) -> int:
+        """When a batch that waits for more requests goes as it is."""
+        return min((request.arrival + self._wait for request in self._heads()), default=0) if self._wait else 0
+
+    def _look(self) -> None:
+        """Set `late_at`: the next time-out; 1 (at once) when `late` has something to hand out."""
+        times = [1] if self._dropped else []
+        times += [next(iter(self._quiet)).last + self._idle] if self._quiet else []
+        times += [request.deadline for line in self._backlog for request in line.queue if request.deadline]
+        self.late_at = min(times, default=0)
+
+    def done(self, instance: int, batch: Rows[Row]) -> None:
+        """Those that ran leave their sequences; one whose END has run frees its slot."""
+        for request in batch:
+            line = self._lines.pop(request, None) if request is not None else None
+            if line is not None:
+                line.running = None
+                line.fresh = True
+                self._settle(line)
+        self._look()
+
+    def remove(self, request: Request) -> bool:
+        """Drop a request that waits. Without its START the rest of a sequence would run on another's state: it ends."""
+        line = self._lines.get(request)
+        if line is None or line.running is request:
+            return False
+        del line.queue[request], self._lines[request]
+        self._waiting -= 1
+        if request.flags & SEQUENCE_START:
+            self._end(line, EXPIRED)
+        else:
+            self._settle(line)
+        self._look()
+        return True
+
+    def late(self, now: int) -> list[tuple[Request, Verdict]]:
+        """End idle sequences, and those in the backlog with a request whose time-out has passed."""
+        for line in [line for line in self._backlog if any(0 < r.deadline <= now for r in line.queue)]:
+            self._end(line, EXPIRED)
+        while self._quiet:
+            line = next(iter(self._quiet))
+            if line.fresh:
+                self._touch(line, now)
+            elif now - line.last >= self._idle:
+                self._end(line, EXPIRED)
+            else:
+                break
+        dropped, self._dropped = self._dropped, []
+        self._look()
+        return dropped
+
+    def _heads(self) -> list[Request]:
+        lines = [line for slots in self._slots for line in slots if line is not None and line.ready()]
+        return [next(iter(line.queue)) for line in lines]
+
+    def _held(self) -> bool:
+        delay, backlog = self._hold
+        if self._waiting < delay or sum(len(line.queue) for line in self._backlog) < backlog:
+            return True
+        self._hold = (0, 0)
+        return False
+
+    def _start(self, line: _Line, now: int) -> Request:
+        request, _ = line.queue.popitem(last=False)
+        self._waiting -= 1
+        line.running = request
+        record = request.sequence
+        assert isinstance(record, Sequence)
+        record.flags = request.flags
+        record.started = bool(request.flags & SEQUENCE_START)
+        self._touch(line, now)
+        return request
+
+    def _touch(self, line: _Line, now: int) -> None:
+        line.last = now
+        line.fresh = False
+        self._quiet.pop(line, None)
+        if line.slot is None or not (line.queue or line.running):
+            self._quiet[line] = None
+
+    def _settle(self, line: _Line) -> None:
+        if line.queue or line.running is not None:
+            return
+        if line.ended:
+            self._release(line)
+        elif line not in self._quiet:
+            line.fresh = True  # its time starts when `late` is asked next
+            self._quiet[line] = None
+            self._quiet.move_to_end(line, last=False)
+
+    def _end(self, line: _Line, verdict: Verdict) -> None:
+        """The sequence is over; what runs of it frees the slot when it ends."""
+        for request in line.queue:
+            del self._lines[request]
+            self._dropped.append((request, verdict))
+        self._waiting -= len(line.queue)
+        line.queue.clear()
+        if self._live.get(line.record.id) is line:
+            del self._live[line.record.id]
+        line.ended = True
+        self._quiet.pop(line, None)
+        self._settle(line)
+
+    def _release(self, line: _Line) -> None:
+        self._quiet.pop(line, None)
+        self._backlog.pop(line, None)
+        if line.slot is None:
+            return
+        instance, index = line.slot
+        self._slots[instance][index] = None
+        line.slot = None
+        while self._backlog:
+            follower, _ = self._backlog.popitem(last=False)
+            if not self._place(follower):
+                self._backlog[follower] = None
+                self._backlog.move_to_end(follower, last=False)
+                return
+            self._quiet.pop(follower, None)
+            self._settle(follower)
+
+    def _place(self, line: _Line) -> bool:
+        """The lowest free slot of the instance with most room, so that batches stay short."""
+        instance = max(range(len(self._slots)), key=lambda i: (self._slots[i].count(None), -i))
+        if None not in self._slots[instance]:
+            return False
+        index = self._slots[instance].index(None)
+        self._slots[instance][index] = line
+        line.slot = (instance, index)
+        return True
+
+
+@final
+class DirectSequences(_Sequences):
+    """A sequence keeps one row of one instance's batches; rows that have nothing to do are None."""
+
+    def take(self, now: int, instance: int = 0, most: int = 0) -> Rows[Row]:
+        """Rows up to the highest occupied slot, when one of them has a request."""
+        slots = self._slots[instance]
+        ready = [line for line in slots if line is not None and line.ready()]
+        if not ready or self._held():
+            return ()
+        if self._wait and len(ready) < self._config.minimum_slot_utilization * len(slots):
+            oldest = min(next(iter(line.queue)).arrival for line in ready)
+            if now - oldest < self._wait:
+                return ()
+        chosen = set(ready[: most or None])
+        highest = max(index for index, line in enumerate(slots) if line is not None)
+        return [self._start(line, now) if line in chosen else None for line in slots[: highest + 1]]
+
+
+@final
+class OldestSequences(_Sequences):
+    """Requests of different candidate sequences of an instance share batches, the oldest first."""
+
+    def __init__(
+        self,
+        name: str,
+        config: SequenceBatching,
+        instances: int,
+        slots: int,
+        delay: int = 0,
+        backlog_delay: int = 0,
+        batch: int = 1,
+    ) -> None:
+        super().__init__(name, config, instances, slots, delay, backlog_delay)
+        self._batch = batch
+
+    def take(self, now: int, instance: int = 0, most: int = 0) -> Rows[Row]:
+        """Up to the batch size; a smaller batch than preferred waits for the queue delay."""
+        ready = [line for line in self._slots[instance] if line is not None and line.ready()]
+        if not ready or self._held():
+            return ()
+        ready.sort(key=lambda line: next(iter(line.queue)).arrival)
+        heads = [next(iter(line.queue)) for line in ready]
+        signature = heads[0].signature
+        fitting = [line for line, head in zip(ready, heads, strict=True) if head.signature is signature]
+        most = min(most or self._batch, self._batch)
+        count = min(len(fitting), most) if signature is not None else 1
+        waited = now - heads[0].arrival >= self._wait
+        preferred = max((size for size in self._config.preferred_batch_size if size <= count), default=0)
+        if not waited and count < most and not preferred and signature is not None:
+            return ()
+        return [self._start(line, now) for line in fitting[: count if waited or not preferred else preferred]]
+
+
+def queue_for(config: ModelConfig, instances: int) -> Queue:
+    """The scheduler of a model with `sequence_batching`."""
+    batching = config.sequence_batching
+    assert batching is not None
+    delay = _number("TRITONSERVER_DELAY_SCHEDULER")
+    backlog = _number("TRITONSERVER_BACKLOG_DELAY_SCHEDULER")
+    batch = max(1, config.max_batch_size)
+    if not batching.oldest:
+        return DirectSequences(config.name, batching, instances, batch, delay, backlog)
+    candidates = max(1, batching.max_candidate_sequences)
+    return OldestSequences(config.name, batching, instances, candidates, delay, backlog, batch)
+
+
+def _number(variable: str) -> int:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else 0

@@ -1,0 +1,153 @@
+"""Sequence batching: rules, slots, time-outs; random walks on a simulated clock."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from broker.repository.scheduling import SequenceBatching
+from broker.worker.sequence import Sequence
+from broker.worker.sequences import EXPIRED, DirectSequences, OldestSequences
+from shm.admission import Request
+from shm.layout import SEQUENCE_END, SEQUENCE_START
+
+START, END = SEQUENCE_START, SEQUENCE_END
+SIGNATURE = object()
+
+
+def request(number: int, flags: int = 0, now: int = 1, rows: int = 1, deadline: int = 0) -> Request:
+    channel: Any = None
+    made = Request(channel, 0, (1, 0, 0, deadline, 0, 0, rows, number, flags, 0), None, now)
+    made.signature = SIGNATURE
+    return made
+
+
+def direct(slots: int = 2, **config: Any) -> DirectSequences:
+    return DirectSequences("m", SequenceBatching(**config), 1, slots)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (request(0), "inference request to model 'm' must specify a non-zero or non-empty correlation ID"),
+        (
+            request(5),
+            "inference request for sequence 5 to model 'm' must specify the START flag on the first request of the"
+            " sequence",
+        ),
+        (
+            request(5, START, rows=2),
+            "inference request to model 'm' must specify batch-size 1 due to requirements of sequence batcher",
+        ),
+    ],
+)
+def test_wrong_use(wrong: Request, text: str) -> None:
+    queue = direct()
+    verdict = queue.add(wrong, 1)
+    assert verdict is not None
+    assert verdict[1] == text
+    assert not len(queue)
+
+
+def test_empty_slots_are_none_up_to_the_highest_occupied() -> None:
+    queue = direct(4)
+    first, second = request(1, START), request(2, START)
+    queue.add(first, 1)
+    queue.add(second, 1)
+    assert queue.take(1) == [first, second]
+    queue.done(0, [first, second])
+    step = request(2, END)
+    queue.add(step, 2)
+    assert queue.take(2) == [None, step]
+    queue.done(0, [None, step])
+    last = request(1, END)
+    queue.add(last, 3)
+    assert queue.take(3) == [last]
+
+
+def test_an_idle_sequence_frees_its_slot_for_the_backlog() -> None:
+    queue = direct(1, max_sequence_idle_microseconds=10)
+    queue.add(request(1, START), 1)
+    queue.done(0, queue.take(1))
+    queue.late(2)
+    queue.add(request(2, START), 5_000)
+    assert not queue.take(5_000)
+    assert queue.late(10_002) == []
+    assert [row and row.sequence_id for row in queue.take(10_002)] == [2]
+    assert queue.add(request(1), 10_003) is not None
+
+
+def test_a_deadline_in_the_backlog_ends_the_sequence() -> None:
+    queue = direct(1)
+    queue.add(request(1, START), 1)
+    waits = [request(2, START, deadline=100), request(2)]
+    for each in waits:
+        queue.add(each, 2)
+    assert queue.late(100) == [(each, EXPIRED) for each in waits]
+
+
+def test_start_on_a_live_id_gets_a_new_state() -> None:
+    queue = direct()
+    old, new = request(1, START), request(1, START)
+    queue.add(old, 1)
+    queue.add(new, 1)
+    assert old.sequence is not new.sequence
+    assert queue.take(1) == [old]
+    assert not queue.take(1)
+
+
+@pytest.mark.parametrize("oldest", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_random_walk(oldest: bool, seed: int) -> None:
+    chance = random.Random(seed)
+    config = SequenceBatching(max_sequence_idle_microseconds=10**6, oldest=oldest)
+    queue = OldestSequences("m", config, 2, 3, batch=3) if oldest else DirectSequences("m", config, 2, 3)
+    now, left, waiting = 1, set[Request](), list[Request]()
+    running: dict[int, Any] = {}
+    seen: dict[int, int] = {}
+    for _ in range(2000):
+        now += chance.randrange(1000)
+        act = chance.random()
+        if act < 0.5:
+            made = request(chance.randrange(1, 20), chance.choice((START, 0, 0, END)), now)
+            if queue.add(made, now) is None:
+                waiting.append(made)
+        elif act < 0.55 and waiting:
+            gone = chance.choice(waiting)
+            if queue.remove(gone):
+                left.add(gone)
+        elif (instance := chance.randrange(2)) in running:
+            queue.done(instance, running.pop(instance))
+        else:
+            rows = queue.take(now, instance)
+            if rows:
+                running[instance] = rows
+            for row in filter(None, rows):
+                assert row not in left
+                left.add(row)
+                record = row.sequence
+                assert isinstance(record, Sequence)
+                assert record.id == row.sequence_id
+                place = waiting.index(row)
+                assert seen.get(id(record), -1) < place
+                seen[id(record)] = place
+            records = [id(row.sequence) for batch in running.values() for row in batch if row is not None]
+            assert len(records) == len(set(records))
+        left.update(each for each, _ in queue.late(now))
+    while running or len(queue):
+        now += 10**10
+        for instance in range(2):
+            queue.done(instance, running.pop(instance, ()))
+            rows = queue.take(now, instance)
+            left.update(filter(None, rows))
+            if rows:
+                running[instance] = rows
+        left.update(each for each, _ in queue.late(now))
+    for _ in range(2):
+        now += 10**10
+        queue.late(now)
+    assert left == set(waiting)
+    assert not queue._backlog
+    assert not any(line for slots in queue._slots for line in slots)
