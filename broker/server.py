@@ -22,13 +22,14 @@ from typing import final
 from msgspec.structs import replace
 
 from broker import logs, process_setup
+from broker.catalogue import UNAVAILABLE
 from broker.channels import Channels
 from broker.control import Control
 from broker.gateway.options import LogOptions
 from broker.gateways import CannotServe, Gateways, check_ports
 from broker.listener import Sessions
 from broker.metrics import MetricsDocument
-from broker.models import UNAVAILABLE, Models
+from broker.models import Models
 from broker.options import Options, region_memory_bytes
 from broker.plans import Plans
 from broker.quota import MAX_REGIONS, Quota

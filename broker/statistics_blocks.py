@@ -107,6 +107,10 @@ class StatisticsBlocks:
             self.page.words[block * BLOCK + BATCH] = 0
             self.page.words[block * BLOCK + PENDING] = 0
 
+    def busy(self, model: str, version: int) -> bool:
+        """Does one of its requests wait or run?"""
+        return any(block[PENDING] or block[BATCH] for block in self._of((model, version)))
+
     def model_stats(self, model: str, version: int) -> dict[str, Any]:
         """One entry of Triton's `model_stats` (durations in ns), with our own keys beside it."""
         blocks = self._of((model, version))

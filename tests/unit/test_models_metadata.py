@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from broker.models import tensor_metadata
+from broker.catalogue import tensor_metadata
 from broker.repository.config import TensorConfig
 from broker.worker_process import describe_exit
 

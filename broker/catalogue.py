@@ -1,0 +1,195 @@
+"""What is known of models: which versions there are, in which state, on which worker.
+
+`broker.models` writes it; sessions, plans, status and metrics look models up here. Texts are Triton's where it has one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from msgspec.structs import replace
+
+from broker.logical_worker import Worker
+from broker.repository.config import ModelConfig, TensorConfig
+from broker.statistics_blocks import StatisticsBlocks
+from broker.tables import ascii_table
+from shm.errors import Code, InferError
+from shm.messages import ModelMetadata, TensorMetadata
+
+LOADING, READY, UNLOADING, UNAVAILABLE = "LOADING", "READY", "UNLOADING", "UNAVAILABLE"
+
+
+@final
+@dataclass(slots=True)
+class Version:
+    """What serves now; `generation` 0 means that nothing does. `state` and `reason` are Triton's.
+
+    `files`: the private repository of an override that it was loaded from, "" for the broker's repositories.
+    """
+
+    state: str = LOADING
+    reason: str = ""
+    generation: int = 0
+    config: ModelConfig | None = None
+    worker: Worker | None = None
+    load_s: float = 0.0  # of the latest load that succeeded
+    files: str = ""
+
+
+@final
+@dataclass(slots=True)
+class Model:
+    """`failure`: why the latest attempt to configure it failed."""
+
+    versions: dict[int, Version] = field(default_factory=dict)
+    failure: str = ""
+
+
+class Catalogue:
+    """All models that were ever loaded, or failed to be, by name."""
+
+    __slots__ = ("_blocks", "known")
+
+    def __init__(self, blocks: StatisticsBlocks) -> None:
+        self.known: dict[str, Model] = {}
+        self._blocks = blocks
+
+    def metadata(self, model: str, version: str = "") -> ModelMetadata:
+        """What clients may know; without `version` of the highest that is ready. Raises InferError as Triton does."""
+        number, found = self._ready(model, version)
+        return self._metadata(model, number, found)
+
+    def config(self, model: str, version: str = "") -> tuple[ModelConfig, int]:
+        """The configuration that serves and the version's number. Raises as `metadata`."""
+        number, found = self._ready(model, version)
+        assert found.config is not None
+        return found.config, number
+
+    def serving(self, model: str) -> ModelConfig | None:
+        """The configuration of the highest version that is ready, if there is one."""
+        versions = self.known[model].versions if model in self.known else {}
+        ready = [number for number, version in versions.items() if version.generation]
+        return versions[max(ready)].config if ready else None
+
+    def worker_for(self, model: str, version: str = "") -> Worker:
+        """The worker that serves it. Raises as `metadata`."""
+        _, found = self._ready(model, version)
+        assert found.worker is not None
+        return found.worker
+
+    def all(self) -> list[ModelMetadata]:
+        """Every version that is known, and a model without any (version "") with the reason."""
+        rows: list[ModelMetadata] = []
+        for name, model in sorted(self.known.items()):
+            rows += [self._metadata(name, number, version) for number, version in sorted(model.versions.items())]
+            if not model.versions:
+                rows.append(ModelMetadata(name=name, version="", state=UNAVAILABLE, reason=model.failure))
+        return rows
+
+    def statistics(self, model: str = "", version: str = "") -> list[dict[str, Any]]:
+        """Triton's `model_stats` of the versions that are ready; of a named version whatever its state."""
+        if model and model not in self.known:
+            raise InferError(Code.INVALID_ARG, f"requested model '{model}' is not available")
+        wanted = _version_number(version) if version else None
+        if wanted is not None and (not model or wanted not in self.known[model].versions):
+            raise InferError(Code.INVALID_ARG, f"requested model version is not available for model '{model}'")
+        return [
+            self._blocks.model_stats(name, number)
+            for name, number, found in self.versions()
+            if model in ("", name) and (number == wanted or (wanted is None and found.state == READY))
+        ]
+
+    def load_seconds(self, model: str, version: int) -> float:
+        """How long the latest load of a known version took that succeeded."""
+        return self.known[model].versions[version].load_s
+
+    def backends(self) -> set[str]:
+        """Those of the models that were loaded."""
+        return {version.config.backend for _, _, version in self.versions() if version.config is not None}
+
+    def table(self) -> str:
+        """Triton's table of models at start."""
+        rows = []
+        for row in self.all():
+            status = row.state if not row.reason else f"{row.state}: {row.reason}"
+            rows.append((row.name, row.version or "-", row.reason if row.reason.startswith("Not loaded") else status))
+        return ascii_table(("Model", "Version", "Status"), rows)
+
+    def versions(self) -> Iterator[tuple[str, int, Version]]:
+        """Every one that is known, by name and number."""
+        for name, model in sorted(self.known.items()):
+            for number, version in sorted(model.versions.items()):
+                yield name, number, version
+
+    def _ready(self, name: str, version: str) -> tuple[int, Version]:
+        model = self.known.get(name)
+        unknown = f"Request for unknown model: '{name}'"
+        if model is None:
+            raise InferError(Code.INVALID_ARG, f"{unknown} is not found")
+        if not version:
+            ready = [number for number, found in model.versions.items() if found.generation]
+            if not ready:
+                reasons = [found.reason for found in model.versions.values() if found.reason]
+                why = model.failure or "; ".join(reasons)
+                raise InferError(Code.NOT_FOUND, f"{unknown} has no available versions{why and f': {why}'}")
+            return max(ready), model.versions[max(ready)]
+        number = _version_number(version)
+        found = model.versions.get(number)
+        if found is None:
+            raise InferError(Code.NOT_FOUND, f"{unknown} version {number} is not found")
+        if not found.generation:
+            why = f": {found.reason}" if found.reason else f": it is {found.state}"
+            raise InferError(Code.UNAVAILABLE, f"{unknown} version {number} is not at ready state{why}")
+        return number, found
+
+    def _metadata(self, name: str, number: int, version: Version) -> ModelMetadata:
+        state, reason, worker = version.state, version.reason, version.worker
+        if state == READY and worker is not None and worker.state != "ready":
+            # Requests are accepted all the same, and wait: only what is shown tells.
+            state = UNAVAILABLE if worker.state == "stopped" else LOADING
+            reason = f"worker '{worker.key}' is {worker.state}, its last process: {worker.last_death}"
+        config = version.config
+        ready = (str(n) for n, found in sorted(self.known[name].versions.items()) if found.generation)
+        row = ModelMetadata(name=name, version=str(number), versions=tuple(ready), state=state, reason=reason)
+        if config is None:
+            return row
+        batched = config.max_batch_size > 0
+        return replace(
+            row,
+            platform=config.platform or config.backend,
+            max_batch_size=config.max_batch_size,
+            inputs=tuple(tensor_metadata(tensor, batched) for tensor in config.input),
+            outputs=tuple(tensor_metadata(tensor, batched) for tensor in config.output),
+            workers=(worker.key,) if worker is not None else (),
+            decoupled=config.decoupled,
+            max_batch_size_completed=config.max_batch_size_completed,
+        )
+
+
+def tensor_metadata(tensor: TensorConfig, batched: bool) -> TensorMetadata:
+    """A tensor as clients see it. The batch dimension has the same symbol everywhere: all batches are equal."""
+    open_ended = tuple(f"?{tensor.name}:{axis}" if dim < 0 else "" for axis, dim in enumerate(tensor.dims))
+    symbols = tensor.symbols if len(tensor.symbols) == len(tensor.dims) else open_ended
+    return TensorMetadata(
+        name=tensor.name,
+        datatype=tensor.datatype,
+        shape=(-1, *tensor.dims) if batched else tensor.dims,
+        symbols=("*batch", *symbols) if batched else symbols,
+        optional=tensor.optional,
+        zero_copy=tensor.zero_copy,
+        zero_copy_reason=tensor.zero_copy_reason,
+        file_shape=tensor.file_shape,
+    )
+
+
+def _version_number(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,18}", text, re.ASCII) or int(text) == 0:
+        raise InferError(
+            Code.INVALID_ARG,
+            f"failed to get model version from specified version string '{text}' (details: stol), version should be "
+            "an integral value > 0",
+        )
+    return int(text)

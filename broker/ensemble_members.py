@@ -1,0 +1,69 @@
+"""Ensembles among the models that are known: who uses whom, in which order they load, what keeps one from serving.
+
+Pure, on what `broker.catalogue` knows; used by `broker.models`. The rules themselves are in
+`broker.repository.ensembles`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from broker.catalogue import UNAVAILABLE, Catalogue
+from broker.repository.config import ModelConfig
+from broker.repository.ensembles import check_available, check_members, cycle, members
+from shm.errors import InferError
+
+
+def misfit(catalogue: Catalogue, config: ModelConfig) -> str:
+    """Why an ensemble cannot be served with its members as they are (Triton's text), or ""."""
+    assert config.ensemble is not None
+    wanted = members(config.ensemble)
+    if absent := [name for name in wanted if name not in catalogue.known and name != config.name]:
+        return f"ensemble {config.name} contains models that are not available or ambiguous: {', '.join(absent)}"
+    ensembles = {config.name: config.ensemble}
+    loaded: dict[str, tuple[int, ...]] = {}
+    failures: dict[str, str] = {}
+    for name, model in catalogue.known.items():
+        loaded[name] = tuple(number for number, version in model.versions.items() if version.generation)
+        reasons = (version.reason for version in model.versions.values() if version.state == UNAVAILABLE)
+        failures[name] = model.failure or next(filter(None, reasons), "")
+        serving = catalogue.serving(name)
+        if serving is not None and serving.ensemble is not None:
+            ensembles.setdefault(name, serving.ensemble)
+    if problem := cycle(config.name, ensembles):
+        return problem
+    try:
+        check_available(config, loaded, failures)
+        check_members(config, {name: catalogue.config(name)[0] for name in wanted})
+    except InferError as error:
+        return error.message
+    return ""
+
+
+def ensembles_of(catalogue: Catalogue, member: str) -> list[str]:
+    """Those that are loaded and use it."""
+    found = []
+    for name in catalogue.known:
+        config = catalogue.serving(name)
+        if config is not None and config.ensemble is not None and member in members(config.ensemble):
+            found.append(name)
+    return found
+
+
+def members_first(configs: Mapping[str, ModelConfig]) -> list[ModelConfig]:
+    """The ensembles among `configs`, each after those of its members that are ensembles; cycles in any order."""
+    ordered: dict[str, ModelConfig] = {}
+    seen: set[str] = set()
+
+    def visit(name: str) -> None:
+        config = configs.get(name)
+        if name in seen or config is None or config.ensemble is None:
+            return
+        seen.add(name)
+        for member in members(config.ensemble):
+            visit(member)
+        ordered[name] = config
+
+    for name in configs:
+        visit(name)
+    return list(ordered.values())

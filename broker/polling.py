@@ -1,0 +1,89 @@
+"""Control mode poll: what has changed in the model repositories, and whether it is complete.
+
+Used by `broker.models`. `manifests` reads the disk; `Watch` is the state machine on what it finds. A model counts as
+changed when its files differ from those that were acted on last, and as settled when two looks in a row found the same:
+a directory into which somebody copies is left alone. The same holds for what has gone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, final
+
+from broker.repository.scan import scan
+
+MAX_ENTRIES = 100_000  # of one model; what lies behind them is not watched
+_CACHES = frozenset({"__pycache__"})  # written by whoever loads Python files
+
+Manifest = tuple[tuple[str, int, int, int], ...]  # (path, mtime in ns, byte size, inode) of every file
+
+
+class Changes(NamedTuple):
+    """`restless`: something is still changing, look again soon."""
+
+    changed: tuple[str, ...]
+    deleted: tuple[str, ...]
+    restless: bool
+
+
+def manifests(repositories: Sequence[str]) -> dict[str, Manifest] | None:
+    """Model → its files, also of models that cannot be served. None: a repository cannot be read. Blocks."""
+    found = scan(repositories)
+    if found.errors:
+        return None
+    listed = {name: _manifest(directory.path) for name, directory in found.models.items()}
+    return listed | {name: ((reason, 0, 0, 0),) for name, reason in found.failures.items()}
+
+
+@final
+class Watch:
+    """`first`: what is acted on without this: the start-up load."""
+
+    __slots__ = ("_acted", "_seen")
+
+    def __init__(self, first: Mapping[str, Manifest]) -> None:
+        self._acted = dict(first)
+        self._seen = dict(first)
+
+    def look(self, now: Mapping[str, Manifest]) -> Changes:
+        """What to act on, given what is there `now`; it counts as acted on from here on, whatever comes of it."""
+        different = {name for name in self._acted.keys() | now.keys() if self._acted.get(name) != now.get(name)}
+        settled = {name for name in different if self._seen.get(name) == now.get(name)}
+        self._seen = dict(now)
+        for name in settled:
+            if name in now:
+                self._acted[name] = now[name]
+            else:
+                del self._acted[name]
+        return Changes(
+            tuple(sorted(settled & now.keys())), tuple(sorted(settled - now.keys())), bool(different - settled)
+        )
+
+
+def _manifest(directory: str) -> Manifest:
+    """Symbolic links are followed, as when it is loaded; a loop of them ends at MAX_ENTRIES or the path limit."""
+    entries: list[tuple[str, int, int, int]] = []
+    waiting = [""]
+    while waiting and len(entries) < MAX_ENTRIES:
+        below = waiting.pop()
+        try:
+            names = sorted(os.listdir(os.path.join(directory, below)))
+        except OSError as error:
+            entries.append((f"{below}: {error.strerror}", 0, 0, 0))
+            continue
+        for name in names:
+            if name in _CACHES:
+                continue
+            path = os.path.join(below, name)
+            try:
+                status = os.stat(os.path.join(directory, path))
+            except OSError as error:
+                entries.append((f"{path}: {error.strerror}", 0, 0, 0))
+                continue
+            if os.path.isdir(os.path.join(directory, path)):
+                entries.append((f"{path}/", 0, 0, 0))
+                waiting.append(path)
+            else:
+                entries.append((path, status.st_mtime_ns, status.st_size, status.st_ino))
+    return tuple(sorted(entries))

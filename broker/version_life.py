@@ -1,0 +1,155 @@
+"""Loads versions of models on workers and unloads them: the steps, without the question who may ask for them.
+
+Made by `broker.models`, which sees to it that one model is changed by one task at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from typing import final
+
+from broker.catalogue import LOADING, READY, UNAVAILABLE, UNLOADING, Catalogue, Version
+from broker.logical_worker import Worker
+from broker.overrides import Overrides
+from broker.repository.config import ModelConfig
+from broker.workers import Workers
+from shm.errors import InferError
+
+UNLOADED = "unloaded"  # Triton's reason
+LOADS = 4  # at a time, as in Triton
+DRAIN_LOOK_S = 0.05
+
+_log = logging.getLogger(__name__)
+
+
+@final
+class VersionLife:
+    """`loads`: how many versions load at a time. `retries`: how often more than once each is tried."""
+
+    __slots__ = ("_catalogue", "_draining", "_generations", "_may_load", "_overrides", "_retries", "_workers")
+
+    def __init__(
+        self, workers: Workers, catalogue: Catalogue, overrides: Overrides, *, loads: int = LOADS, retries: int = 0
+    ) -> None:
+        self._workers = workers
+        self._catalogue = catalogue
+        self._overrides = overrides
+        self._may_load = asyncio.Semaphore(loads)
+        self._retries = retries
+        self._generations = itertools.count(1)
+        self._draining: set[asyncio.Task[None]] = set()
+
+    async def serve(self, config: ModelConfig, files: str = "") -> dict[int, str]:
+        """Load every version of `config`, then unload the others. Returns why versions failed.
+
+        A version serves as before until its successor is ready, and goes on if that fails. `files`: the private
+        repository in which the versions lie.
+        """
+        for note in config.notes:
+            is_missing = note.startswith("version ") and note.endswith("is not present")
+            (_log.error if is_missing else _log.warning)("model '%s': %s", config.name, note)
+        versions = self._catalogue.known[config.name].versions
+        try:
+            reasons = await asyncio.gather(*(self._load(config, number, files) for number in config.versions))
+            gone = {number: found for number, found in versions.items() if number not in config.versions}
+            await self.unload(config.name, gone)
+        finally:
+            await self._tidy(versions, files)
+        return {number: reason for number, reason in zip(config.versions, reasons, strict=True) if reason}
+
+    async def unload(self, model: str, versions: dict[int, Version], reason: str = UNLOADED) -> dict[int, str]:
+        """Returns when new requests for `versions` end; those accepted are finished meanwhile. Says what failed."""
+        serving = {number: found for number, found in versions.items() if found.generation and found.worker is not None}
+        files = {found.files for found in serving.values()}
+        problems = await asyncio.gather(*(self._unload(model, *each, reason) for each in serving.items()))
+        for path in files:
+            await self._tidy(self._catalogue.known[model].versions, path)
+        return {number: problem for number, problem in zip(serving, problems, strict=True) if problem}
+
+    async def _load(self, config: ModelConfig, number: int, files: str) -> str:
+        """One version. Returns why it failed, "" if it did not."""
+        version = self._catalogue.known[config.name].versions.setdefault(number, Version())
+        serving = version.generation > 0
+        if not serving:
+            version.state, version.reason = LOADING, ""
+        _log.info("loading: %s:%d", config.name, number)
+        generation, began = next(self._generations), time.monotonic()
+        try:
+            worker = await self._on_a_worker(config, number, generation)
+        except InferError as error:
+            _log.error("failed to load '%s' version %d: %s", config.name, number, error.message)
+            if not serving:
+                version.state, version.reason = UNAVAILABLE, error.message
+            return error.message
+        previous, version.worker, old_files, version.files = version.worker, worker, version.files, files
+        version.config, version.generation, version.state, version.reason = config, generation, READY, ""
+        version.load_s = time.monotonic() - began
+        if previous is not None and previous is not worker:
+            await previous.unload(config.name, number)
+        if old_files != files:
+            await self._tidy(self._catalogue.known[config.name].versions, old_files)
+        _log.info("successfully loaded '%s' version %d", config.name, number)
+        return ""
+
+    async def _on_a_worker(self, config: ModelConfig, number: int, generation: int) -> Worker:
+        async with self._may_load:
+            for left in range(self._retries, -1, -1):
+                try:
+                    worker = self._workers.start(f"cpu/{config.worker_group}")
+                    await worker.load(config, number, generation, self._blocks(config, number, worker.key))
+                except InferError as error:
+                    if not left:
+                        raise
+                    _log.warning("loading '%s' version %d failed, once more: %s", config.name, number, error.message)
+                else:
+                    return worker
+        raise AssertionError("there is a last try")
+
+    async def _unload(self, model: str, number: int, version: Version, reason: str) -> str:
+        """One version. Returns why it failed, "" if it did not."""
+        assert version.worker is not None
+        version.state, version.reason, version.generation = UNLOADING, "", 0
+        problem = ""
+        try:
+            await version.worker.unload(model, number)
+        except InferError as error:
+            _log.error("failed to unload '%s' version %d: %s", model, number, error.message)
+            problem = error.message
+        if self._workers.blocks.busy(model, number):
+            task = asyncio.create_task(self._drained(model, number, version, reason), name=f"{model}:{number} drains")
+            self._draining.add(task)
+            task.add_done_callback(self._draining.discard)
+        else:
+            self._ended(model, number, version, reason)
+        return problem
+
+    async def _drained(self, model: str, number: int, version: Version, reason: str) -> None:
+        quiet = 0  # looks in a row: a request that goes from the queue to an instance shows in neither for a moment
+        while quiet < 2 and version.state == UNLOADING:
+            await asyncio.sleep(DRAIN_LOOK_S)
+            quiet = 0 if self._workers.blocks.busy(model, number) else quiet + 1
+        self._ended(model, number, version, reason)
+
+    def _ended(self, model: str, number: int, version: Version, reason: str) -> None:
+        if version.state == UNLOADING:  # it may be loading again
+            version.state, version.reason = UNAVAILABLE, reason
+            _log.info("successfully unloaded '%s' version %d", model, number)
+
+    def _blocks(self, config: ModelConfig, number: int, worker: str) -> tuple[int, ...]:
+        """Statistics blocks, if need be those of versions that do not serve any more."""
+        owner, blocks = (config.name, number), self._workers.blocks
+        count = max(1, sum(group.count for group in config.instance_group))  # an ensemble has no instances
+        for name, other, version in self._catalogue.versions():
+            if blocks.has_room(owner, count, worker):
+                break
+            if not version.generation and version.state == UNAVAILABLE:
+                self._workers.give_back((name, other))
+        return blocks.take(owner, count, worker)
+
+    async def _tidy(self, versions: dict[int, Version], files: str) -> None:
+        """The private repository `files` goes with the last version of its model that serves from it."""
+        if files and not any(found.generation and found.files == files for found in versions.values()):
+            await asyncio.to_thread(self._overrides.discard, files)
