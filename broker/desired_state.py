@@ -179,7 +179,7 @@ class DesiredState:
         for at in range(0, len(keys), max(1, width)):
             batch = [table[key] for key in keys[at : at + width] if key in table]
             answers: list[Any] = await asyncio.gather(
-                *(self._send(process, wanted) for wanted in batch), return_exceptions=True
+                *(self._replay(process, wanted) for wanted in batch), return_exceptions=True
             )
             for wanted, answer in zip(batch, answers, strict=True):
                 if isinstance(answer, InferError):
@@ -189,6 +189,11 @@ class DesiredState:
                     raise answer
         for key in [key for key in keys if key in table and table[key].error is not None]:
             self.abandon(table, key, None)
+
+    async def _replay(self, process: WorkerProcess, wanted: Wanted) -> None:
+        """`_send`, unless it was taken back since this was begun: its descriptors may be closed, or be others by now."""
+        if not wanted.dropped:
+            await self._send(process, wanted)
 
     async def _send(self, process: WorkerProcess, wanted: Wanted) -> None:
         """Raises ProcessDied, and InferError when the worker refuses."""
