@@ -191,7 +191,7 @@ class DesiredState:
             self.abandon(table, key, None)
 
     async def _replay(self, process: WorkerProcess, wanted: Wanted) -> None:
-        """`_send`, unless it was taken back since this was begun: its descriptors may be closed, or be others by now."""
+        """`_send`, unless it was taken back meanwhile: its descriptors may be closed, or be others by now."""
         if not wanted.dropped:
             await self._send(process, wanted)
 
