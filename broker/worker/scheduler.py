@@ -130,6 +130,7 @@ class Scheduler:
     def _enqueue(self, requests: Sequence[Request]) -> list[Refused]:
         refused: list[Refused] = []
         listed = None
+        timed = False
         for request in requests:
             model = request.plan.model  # type: ignore[union-attr]
             verdict = model.closed or model.queue.add(request, request.arrival)
@@ -140,7 +141,10 @@ class Scheduler:
                 listed = model
                 if model not in self.queued:
                     self.queued.append(model)
+                timed = timed or model.timed
             self._note(request)
+        if timed:
+            self._look_at_times()
         return refused
 
     def _note(self, request: Request) -> None:
@@ -271,20 +275,22 @@ class Scheduler:
             self._requests -= len(batch.requests)
             if batch.alone:
                 self.alone = False
+            if instance.model.timed:
+                self._look_at_times()
 
     def expired(self, now: int) -> list[Refused]:
         """Take back every queued request whose deadline has passed, or whose queue lets it wait no longer."""
         with self.lock:
             late: list[Refused] = []
-            for request in self._deadlines.passed(now):
-                self._dequeue(request)
-                late.append((request, EXPIRED))
-            for model in self.timed:
+            for model in self.timed:  # first, because they have reasons of their own
                 for request, verdict in model.queue.late(now):
                     self._deadlines.remove(request)
                     late.append((request, verdict))
                 if model in self.queued and not len(model.queue):
                     self._unlist(model)
+            for request in self._deadlines.passed(now):
+                self._dequeue(request)
+                late.append((request, EXPIRED))
             self._requests -= len(late)
             self._look_at_times()
         return late

@@ -28,17 +28,15 @@ _log = logging.getLogger(__name__)
 class _Line:
     """One sequence here: what waits of it, what runs, and the slot it holds (None: in the backlog)."""
 
-    __slots__ = ("channel", "ended", "fresh", "last", "queue", "record", "running", "slot")
+    __slots__ = ("ended", "last", "queue", "record", "running", "slot")
 
-    def __init__(self, record: Sequence, channel: object) -> None:
+    def __init__(self, record: Sequence) -> None:
         self.record = record  # of the request that was added last
-        self.channel = channel
         self.queue: OrderedDict[Request, None] = OrderedDict()
         self.running: Request | None = None
         self.slot: tuple[int, int] | None = None
         self.ended = False  # its END has come
-        self.fresh = False  # a request of it ended after `last`
-        self.last = 0
+        self.last = 0  # when something was heard of it last, or its last run ended
 
     def ready(self) -> bool:
         return bool(self.queue) and self.running is None
@@ -80,7 +78,7 @@ class _Sequences:
         if request.flags & SEQUENCE_START:
             record = Sequence(number)
             if line is None:
-                line = self._live[number] = _Line(record, request.channel)
+                line = self._live[number] = _Line(record)
                 if not self._place(line):
                     self._backlog[line] = None
             else:
@@ -91,7 +89,6 @@ class _Sequences:
                     self._name,
                 )
                 line.record = record
-                line.channel = request.channel
         assert line is not None
         request.sequence = line.record
         line.queue[request] = None
@@ -127,12 +124,6 @@ class _Sequences:
         """New sequences are refused from now on; those that run may continue until END or time-out."""
         self._draining = True
 
-    def forget(self, channel: object) -> None:
-        """The client of this channel is gone: let its sequences go. What waits of them leaves by `late`."""
-        for line in [line for line in self._live.values() if line.channel is channel]:
-            self._end(line, EXPIRED)
-        self._look()
-
     def due(self) -> int:
         """When a batch that waits for more requests goes as it is."""
         return min((request.arrival + self._wait for request in self._heads()), default=0) if self._wait else 0
@@ -146,11 +137,10 @@ class _Sequences:
 
     def done(self, instance: int, batch: Rows[Row]) -> None:
         """Those that ran leave their sequences; one whose END has run frees its slot."""
-        for request in batch:
-            line = self._lines.pop(request, None) if request is not None else None
-            if line is not None:
+        for row in batch:
+            if row is not None and (line := self._lines.pop(row, None)) is not None:
                 line.running = None
-                line.fresh = True
+                line.last = max(line.last, _ended(row))
                 self._settle(line)
         self._look()
 
@@ -174,12 +164,9 @@ class _Sequences:
             self._end(line, EXPIRED)
         while self._quiet:
             line = next(iter(self._quiet))
-            if line.fresh:
-                self._touch(line, now)
-            elif now - line.last >= self._idle:
-                self._end(line, EXPIRED)
-            else:
+            if now - line.last < self._idle:
                 break
+            self._end(line, EXPIRED)
         dropped, self._dropped = self._dropped, []
         self._look()
         return dropped
@@ -208,10 +195,7 @@ class _Sequences:
 
     def _touch(self, line: _Line, now: int) -> None:
         line.last = now
-        line.fresh = False
         self._quiet.pop(line, None)
-        if line.slot is None or not (line.queue or line.running):
-            self._quiet[line] = None
 
     def _settle(self, line: _Line) -> None:
         if line.queue or line.running is not None:
@@ -219,9 +203,7 @@ class _Sequences:
         if line.ended:
             self._release(line)
         elif line not in self._quiet:
-            line.fresh = True  # its time starts when `late` is asked next
             self._quiet[line] = None
-            self._quiet.move_to_end(line, last=False)
 
     def _end(self, line: _Line, verdict: Verdict) -> None:
         """The sequence is over; what runs of it frees the slot when it ends."""
@@ -250,8 +232,6 @@ class _Sequences:
                 self._backlog[follower] = None
                 self._backlog.move_to_end(follower, last=False)
                 return
-            self._quiet.pop(follower, None)
-            self._settle(follower)
 
     def _place(self, line: _Line) -> bool:
         """The lowest free slot of the instance with most room, so that batches stay short."""
@@ -329,6 +309,11 @@ def queue_for(config: ModelConfig, instances: int) -> Queue:
         return DirectSequences(config.name, batching, instances, batch, delay, backlog)
     candidates = max(1, batching.max_candidate_sequences)
     return OldestSequences(config.name, batching, instances, candidates, delay, backlog, batch)
+
+
+def _ended(request: Request) -> int:
+    """When its run ended: what took long in the model is no idleness of the client."""
+    return request.arrival + request.queue_ns + request.input_ns + request.infer_ns + request.output_ns
 
 
 def _number(variable: str) -> int:

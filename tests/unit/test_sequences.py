@@ -70,13 +70,32 @@ def test_empty_slots_are_none_up_to_the_highest_occupied() -> None:
 def test_an_idle_sequence_frees_its_slot_for_the_backlog() -> None:
     queue = direct(1, max_sequence_idle_microseconds=10)
     queue.add(request(1, START), 1)
-    queue.done(0, queue.take(1))
-    queue.late(2)
+    (first,) = queue.take(1)
+    assert first is not None
+    first.infer_ns = 3_000  # its run is no idleness
+    queue.done(0, [first])
     queue.add(request(2, START), 5_000)
-    assert not queue.take(5_000)
-    assert queue.late(10_002) == []
-    assert [row and row.sequence_id for row in queue.take(10_002)] == [2]
-    assert queue.add(request(1), 10_003) is not None
+    queue.add(request(3, START), 5_000)
+    assert queue.late_at == 13_001
+    assert queue.late(13_000) == []
+    assert not queue.take(13_000)
+    assert queue.late(13_001) == []
+    rows = queue.take(13_001)
+    assert [row and row.sequence_id for row in rows] == [2]
+    assert queue.add(request(1), 13_002) is not None
+
+
+def test_who_waits_in_the_backlog_is_not_idle() -> None:
+    queue = direct(1, max_sequence_idle_microseconds=10)
+    queue.add(request(1, START), 1)
+    running = queue.take(1)
+    queue.add(request(2, START), 2)
+    assert queue.late(10**9) == []
+    last = request(1, END)
+    queue.add(last, 10**9)
+    queue.done(0, running)
+    queue.done(0, queue.take(10**9))
+    assert [row and row.sequence_id for row in queue.take(10**9)] == [2]
 
 
 def test_a_deadline_in_the_backlog_ends_the_sequence() -> None:
