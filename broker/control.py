@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 class Models(gateway_answers.Models, ModelLookup, Protocol):
     """What control messages need of the models."""
 
-    async def load(self, model: str) -> None:
-        """Load or reload. Raises InferError with Triton's texts."""
+    async def load(self, model: str, parameters: int = -1) -> None:
+        """Load or reload, with a descriptor that stays the caller's. Raises InferError with Triton's texts."""
 
-    async def unload(self, model: str) -> None:
+    async def unload(self, model: str, dependents: bool = False) -> None:
         """Raises InferError with Triton's texts."""
 
     def statistics(self, model: str = "", version: str = "") -> list[dict[str, Any]]:
@@ -120,6 +120,8 @@ class Control:
             raise InferError(Code.UNAVAILABLE, "Server exiting")
         if isinstance(request, messages.RegisterPool):
             return Answer(region_info(register_pool(self, peer, request, fds)))
+        if isinstance(request, messages.LoadModel):
+            return await load_model(self, peer, request, fds)
         return await _ANSWERS[type(request)](self, peer, request)
 
     async def end(self, peer: Peer) -> None:
@@ -219,15 +221,27 @@ async def get_status(control: Control, peer: Peer, request: messages.GetStatus) 
     return Answer(messages.Status(status=control.status()))
 
 
-async def load_model(control: Control, peer: Peer, request: messages.LoadModel) -> Answer:
-    """Load or reload a model; goes on if the client leaves."""
-    await _to_the_end(control.models.load(request.model))
+async def load_model(control: Control, peer: Peer, request: messages.LoadModel, fds: list[int]) -> Answer:
+    """Load or reload a model; goes on if the client leaves. Takes `fds` over."""
+
+    async def load() -> None:
+        try:
+            if len(fds) != request.parameters:
+                raise InferError(
+                    Code.INVALID_ARG,
+                    f"LoadModel needs {int(request.parameters)} descriptors, one if it has parameters; {len(fds)} came",
+                )
+            await control.models.load(request.model, *fds)
+        finally:
+            close_all(fds)
+
+    await _to_the_end(load())
     return Answer(messages.Done())
 
 
 async def unload_model(control: Control, peer: Peer, request: messages.UnloadModel) -> Answer:
     """Unload a model; goes on if the client leaves."""
-    await _to_the_end(control.models.unload(request.model))
+    await _to_the_end(control.models.unload(request.model, request.unload_dependents))
     return Answer(messages.Done())
 
 
@@ -256,6 +270,5 @@ _ANSWERS: dict[type[Message], Callable[[Control, Peer, Any], Awaitable[Answer]]]
     messages.GetModel: get_model,
     messages.GetStatistics: get_statistics,
     messages.GetStatus: get_status,
-    messages.LoadModel: load_model,
     messages.UnloadModel: unload_model,
 }

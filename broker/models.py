@@ -87,6 +87,10 @@ class Models(Catalogue):
         self._watch: polling.Watch | None = None
         workers.on_model_lost = self._lost
 
+    def close(self) -> None:
+        """Remove what came with loads."""
+        self._overrides.clear()
+
     # --- at start, and as repositories change ----------------------------------------------------------------------
 
     async def start(self, report: _Report) -> None:

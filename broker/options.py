@@ -38,8 +38,12 @@ EFFECTIVE = GATEWAY_FLAGS | frozenset(
         "log-warning",
         "model-config-name",
         "model-control-mode",
+        "model-load-retry-count",
+        "model-load-thread-count",
+        "model-namespacing",
         "model-repository",
         "model-store",
+        "repository-poll-secs",
         "response-cache-byte-size",
         "strict-model-config",
         "strict-readiness",
@@ -64,6 +68,9 @@ class Options:
     default_max_batch_size: int
     model_control_mode: str
     load_model: tuple[str, ...]
+    repository_poll_secs: int
+    model_load_threads: int
+    model_load_retries: int
     strict_readiness: bool
     cache_byte_size: int
     log: LogOptions
@@ -75,8 +82,8 @@ class Options:
     def without_effect(self) -> list[str]:
         """Triton's flags that were given and change nothing here."""
         flags = {f"--{name}" for name in self.triton if name not in EFFECTIVE}
-        if self.model_control_mode == "poll":
-            flags.add("--model-control-mode=poll")
+        if "repository-poll-secs" in self.triton and self.model_control_mode != "poll":
+            flags.add("--repository-poll-secs (without --model-control-mode=poll)")
         return sorted(flags)
 
 
@@ -111,6 +118,9 @@ def parse_serve(arguments: Sequence[str]) -> Options:
         default_max_batch_size=_default_max_batch_size(given.all("backend-config")),
         model_control_mode=given.text("model-control-mode", "none"),
         load_model=given.all("load-model"),
+        repository_poll_secs=max(0, given.integer("repository-poll-secs", 15)),
+        model_load_threads=max(1, given.integer("model-load-thread-count", 4)),
+        model_load_retries=max(0, given.integer("model-load-retry-count", 0)),
         strict_readiness=given.flag("strict-readiness", True),
         cache_byte_size=cache_byte_size(given),
         log=log,
@@ -127,6 +137,12 @@ def _check(given: Given) -> None:
     mode = given.text("model-control-mode", "none")
     if "load-model" in given and mode != "explicit":
         raise UsageError("Error: Use of '--load-model' requires setting '--model-control-mode=explicit' as well.")
+    if "*" in given.all("load-model") and len(given.all("load-model")) > 1:
+        raise UsageError("Error: Wildcard model name '*' must be the ONLY startup model if specified at all.")
+    if given.flag("model-namespacing", False):
+        raise UsageError(
+            "--model-namespacing=true is not supported: give models of the same name in two repositories other names"
+        )
     if "/" in given.text("model-config-name", ""):
         raise UsageError("invalid argument for --model-config-name: it must be a plain name")
     if mode not in ("none", "poll", "explicit"):

@@ -80,6 +80,9 @@ class Server:
             ),
             control_mode=options.model_control_mode,
             startup_models=options.load_model,
+            directory=run.path,
+            loads=options.model_load_threads,
+            retries=options.model_load_retries,
         )
         quota = _quota(options)
         self._registry = Registry(quota)
@@ -135,7 +138,7 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
         self._sessions.listen(self._run.listen())
-        orphans = asyncio.create_task(_reap_orphans(), name="orphans")
+        tasks = [asyncio.create_task(_reap_orphans(), name="orphans")]
         problem = ""
         try:
             problem = await self._until_stopped(self._start())
@@ -144,10 +147,15 @@ class Server:
             elif not self._stop.is_set():
                 log.info("Started session service at %s", self._run.socket_path)
                 logs.say(f"tensorbroker is ready: {self._run.socket_path}")
+                if self._options.model_control_mode == "poll" and self._options.repository_poll_secs:
+                    polling = self._models.keep_polling(self._options.repository_poll_secs)
+                    tasks.append(asyncio.create_task(polling, name="polling"))
                 await self._stop.wait()
         finally:
-            orphans.cancel()
+            for task in tasks:
+                task.cancel()
             in_time = await self._shut_down()
+            self._models.close()
         return 1 if problem or not in_time else 0
 
     async def _until_stopped(self, start: Coroutine[None, None, str]) -> str:

@@ -32,6 +32,7 @@ from shm.messages import (
     Hello,
     Id,
     Large,
+    LoadModel,
     Message,
     RegisterPool,
     Request,
@@ -209,7 +210,7 @@ class Session:
                 self.hang_up(error.message)
             return
         self._errors_in_a_row = 0
-        if not isinstance(request, RegisterPool):
+        if not isinstance(request, RegisterPool | LoadModel):
             sockets.close_all(fds)
             fds = []
         self._waiting.append((request, fds, len(data)))

@@ -5,8 +5,10 @@ Called by the verbs of both clients before anything is sent. Knows no model, no 
 
 from __future__ import annotations
 
+import json
 import operator
-from typing import SupportsIndex
+from collections.abc import Mapping
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -99,3 +101,33 @@ def _is_utf8(value: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+# A configuration to use in place of the repository's: a dict, or JSON text.
+LoadConfig = Mapping[str, Any] | str | None
+# Path below the model's directory → contents: the model then consists of these alone, and needs a LoadConfig.
+LoadFiles = Mapping[str, bytes] | None
+
+
+def load_arguments(config: LoadConfig, files: LoadFiles) -> tuple[str | None, dict[str, bytes]]:
+    """`config` as JSON text, and `files` by their paths, which may be written as tritonclient does, with "file:".
+
+    Raises InferError INVALID_ARG.
+    """
+    if config is not None and not isinstance(config, str):
+        try:
+            config = json.dumps(config)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InferError(
+                Code.INVALID_ARG, f"config must be a dict of plain values, or JSON text: {error}"
+            ) from None
+    contents: dict[str, bytes] = {}
+    for path, data in (files or {}).items():
+        if not isinstance(path, str) or not isinstance(data, bytes | bytearray | memoryview):
+            raise InferError(
+                Code.INVALID_ARG, f"files must map paths to bytes, not {type(path).__name__} to {type(data).__name__}"
+            )
+        contents[path.removeprefix("file:")] = bytes(data)
+    if contents and config is None:
+        raise InferError(Code.INVALID_ARG, "Load parameter 'config' must be specified for model file override")
+    return config, contents

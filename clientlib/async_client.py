@@ -11,12 +11,12 @@ import contextlib
 import os
 import socket
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, final, overload
 
 from clientlib.address import Absent, dial, directory_of, wire_of
-from clientlib.arguments import model_text, seconds, version_text, whole
+from clientlib.arguments import LoadConfig, LoadFiles, load_arguments, model_text, seconds, version_text, whole
 from clientlib.async_lane import AsyncLane, LoopLanes
 from clientlib.async_plans import AsyncPlan, turn
 from clientlib.async_session import AsyncSession
@@ -120,9 +120,14 @@ class AsyncClient(StaysHere):
         client.native.link = Link(client.native.lose, session, LoopLanes())
         return client
 
-    async def call(self, message: Message, expects: int = 0, timeout: float = CALL_S) -> Answer:
-        """One message of the session protocol; the reply and its `expects` descriptors, which are the caller's."""
-        return await self._run(lambda link: self.native.call(link, message, expects), timeout)
+    async def call(
+        self, message: Message, expects: int = 0, timeout: float = CALL_S, fds: Sequence[int] = ()
+    ) -> Answer:
+        """One message of the session protocol; the reply and its `expects` descriptors, which are the caller's.
+
+        `fds` go with the message, and stay the caller's.
+        """
+        return await self._run(lambda link: self.native.call(link, message, expects, fds), timeout)
 
     # --- models ----------------------------------------------------------------------------------------------------
 
@@ -140,13 +145,16 @@ class AsyncClient(StaysHere):
         """Triton's model statistics (counts, durations in ns), of one model or all."""
         return await self._run(lambda link: self.native.statistics(link, model, version))
 
-    async def load(self, model: str, timeout: float = CALL_S) -> None:
-        """Load a model, or reload it; returns when it is ready."""
-        await self._run(lambda link: self.native.load(link, model), timeout)
+    async def load(
+        self, model: str, timeout: float = CALL_S, *, config: LoadConfig = None, files: LoadFiles = None
+    ) -> None:
+        """Load or reload a model; returns when it is ready. `config`, `files`: see `clientlib.arguments`."""
+        given = load_arguments(config, files)
+        await self._run(lambda link: self.native.load(link, model, *given), timeout)
 
-    async def unload(self, model: str, timeout: float = CALL_S) -> None:
-        """Unload a model."""
-        await self._run(lambda link: self.native.unload(link, model), timeout)
+    async def unload(self, model: str, timeout: float = CALL_S, *, unload_dependents: bool = False) -> None:
+        """Unload a model; requests it has accepted are finished. `unload_dependents`: and members that only it used."""
+        await self._run(lambda link: self.native.unload(link, model, unload_dependents), timeout)
 
     # --- regions ---------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, final, overload
 
 from clientlib.address import Absent, dial, directory_of, wire_of
-from clientlib.arguments import model_text, seconds, shown, version_text, whole
+from clientlib.arguments import LoadConfig, LoadFiles, load_arguments, model_text, seconds, shown, version_text, whole
 from clientlib.automatic import Automatic, Inputs, Request, check_parameters, told_apart
 from clientlib.callable_model import Model
 from clientlib.channels import Lane, Lanes
@@ -127,13 +127,18 @@ class Client(StaysHere):
         """Triton's model statistics (counts, durations in ns), of one model or all."""
         return self._run(lambda link: self.native.statistics(link, model, version))
 
-    def load(self, model: str, timeout: float = CALL_S) -> None:
-        """Load a model, or reload it; returns when it is ready."""
-        self._run(lambda link: self.native.load(link, model), timeout)
+    def load(self, model: str, timeout: float = CALL_S, *, config: LoadConfig = None, files: LoadFiles = None) -> None:
+        """Load a model, or reload it; returns when it is ready.
 
-    def unload(self, model: str, timeout: float = CALL_S) -> None:
-        """Unload a model."""
-        self._run(lambda link: self.native.unload(link, model), timeout)
+        `config`: the configuration to use in place of the repository's, as a dict or JSON text. `files`: path below the
+        model's directory → contents; then the model consists of these alone, and needs a `config`.
+        """
+        text, contents = load_arguments(config, files)
+        self._run(lambda link: self.native.load(link, model, text, contents), timeout)
+
+    def unload(self, model: str, timeout: float = CALL_S, *, unload_dependents: bool = False) -> None:
+        """Unload a model; requests it has accepted are finished. `unload_dependents`: and members that only it used."""
+        self._run(lambda link: self.native.unload(link, model, unload_dependents), timeout)
 
     # --- regions ---------------------------------------------------------------------------------------------------
 

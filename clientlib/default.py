@@ -56,14 +56,16 @@ def statistics(model: str = "", version: str | int = "") -> list[dict[str, Any]]
     return _default().statistics(model, version)
 
 
-def load(model: str) -> None:
+def load(
+    model: str, *, config: Mapping[str, Any] | str | None = None, files: Mapping[str, bytes] | None = None
+) -> None:
     """As `Client.load`."""
-    _default().load(model)
+    _default().load(model, config=config, files=files)
 
 
-def unload(model: str) -> None:
+def unload(model: str, *, unload_dependents: bool = False) -> None:
     """As `Client.unload`."""
-    _default().unload(model)
+    _default().unload(model, unload_dependents=unload_dependents)
 
 
 def create_region(name: str, byte_size: int) -> Region:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, final
 
 from clientlib import process
@@ -28,6 +28,7 @@ from clientlib.session import Answer, Call, Procedure
 from shm import messages
 from shm.client_channel import ClientChannel
 from shm.errors import Code, ConnectionLost, InferError
+from shm.load_parameters import pack
 from shm.messages import ModelMetadata, RegionRecord, Welcome
 from shm.regions import create_pool
 from shm.sockets import close_all
@@ -138,9 +139,11 @@ class Native(Generic[L]):
             )
         raise InferError(Code.NOT_FOUND, "its token has ended; ask its owner for a new one")
 
-    def call(self, link: Link[L], message: messages.Message, expects: int) -> Procedure[Answer]:
+    def call(
+        self, link: Link[L], message: messages.Message, expects: int, fds: Sequence[int] = ()
+    ) -> Procedure[Answer]:
         """Any message of the protocol, for who knows what it means."""
-        answer = yield Call(message, expects=expects)
+        answer = yield Call(message, fds, expects)
         return answer
 
     # --- regions ---------------------------------------------------------------------------------------------------
@@ -248,13 +251,17 @@ class Native(Generic[L]):
         assert isinstance(reply, messages.Statistics)
         return list(reply.model_stats)
 
-    def load(self, link: Link[L], model: str) -> Procedure[None]:
+    def load(self, link: Link[L], model: str, config: str | None, files: Mapping[str, bytes]) -> Procedure[None]:
         """Load or reload a model; returns when it is ready."""
-        yield Call(messages.LoadModel(model=model_text(model)))
+        fds = [] if config is None else [pack(config, files)]
+        try:
+            yield Call(messages.LoadModel(model=model_text(model), parameters=bool(fds)), fds)
+        finally:
+            close_all(fds)
 
-    def unload(self, link: Link[L], model: str) -> Procedure[None]:
+    def unload(self, link: Link[L], model: str, unload_dependents: bool) -> Procedure[None]:
         """Unload a model."""
-        yield Call(messages.UnloadModel(model=model_text(model)))
+        yield Call(messages.UnloadModel(model=model_text(model), unload_dependents=bool(unload_dependents)))
 
     # --- plans -----------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ Client → broker (reply):
     OpenChannel → ChannelInfo + 3 fds (channel memfd, eventfd to ring the worker, read end of the worker's pipe)
     CloseChannel → Done
     GetStatistics → Statistics   GetStatus → Status
-    LoadModel, UnloadModel → Done
+    LoadModel (+ 1 fd: configuration and files, `shm.load_parameters`), UnloadModel → Done
     GetConfig → Config       GetIndex → Index       GetServer → ServerState   GetMetrics → Metrics
     LogSettings, TraceSettings → Settings
 Gateway → broker, on behalf of a principal (reply):
@@ -149,11 +149,17 @@ class GetStatus(Message, frozen=True, kw_only=True, tag=True):
 
 
 class LoadModel(Message, frozen=True, kw_only=True, tag=True):
+    """`parameters`: one descriptor comes along, `shm.load_parameters`."""
+
     model: Text
+    parameters: bool = False
 
 
 class UnloadModel(Message, frozen=True, kw_only=True, tag=True):
+    """`unload_dependents`: members of an ensemble too, unless another ensemble needs them."""
+
     model: Text
+    unload_dependents: bool = False
 
 
 # --- broker → client ----------------------------------------------------------------------------------------------

@@ -34,8 +34,10 @@ from shm.gateway_messages import (
     Settings,
     TraceSettings,
 )
+from shm.load_parameters import pack, split
 from shm.message_values import IndexEntry, ModelMetadata, RegionRecord
 from shm.messages import GetStatistics, LoadModel, Statistics, UnloadModel
+from shm.sockets import close_all
 
 LOAD_S = 3600.0  # how long a model may take to load
 LOADS = 16  # loads and unloads at a time: the session takes 64 calls, and those of others must not wait for a model
@@ -149,32 +151,36 @@ class GatewayService:
 
     async def load(self, model: str, parameters: Mapping[str, str | bytes]) -> None:
         """Load or reload; returns when it is ready."""
-        if parameters:
-            if "config" not in parameters:
-                raise InferError(Code.INVALID_ARG, "Load parameter 'config' must be specified for model file override")
-            raise InferError(
-                Code.UNSUPPORTED,
-                f"loading model '{model}' with another configuration or other files than those in its repository is "
-                "not supported: change them there and load it without parameters",
-            )
-        await self._change(model, LoadModel(model=model))
+        config, files = split(parameters)
+        packed = None if config is None else await asyncio.to_thread(pack, config, files)
+        await self._change(model, LoadModel(model=model, parameters=packed is not None), packed)
 
     async def unload(self, model: str, unload_dependents: bool) -> None:
-        """Unload. There are no ensembles, so that no model has dependents."""
-        await self._change(model, UnloadModel(model=model))
+        """Unload, with members of an ensemble that nobody else needs if so wished."""
+        await self._change(model, UnloadModel(model=model, unload_dependents=unload_dependents))
 
-    async def _change(self, model: str, message: LoadModel | UnloadModel) -> None:
-        """Returns when the broker has done it, which goes on, and counts, when whoever asked for it has left."""
+    async def _change(self, model: str, message: LoadModel | UnloadModel, packed: int | None = None) -> None:
+        """Returns when the broker has done it, which goes on, and counts, when whoever asked for it has left.
+
+        Takes the descriptor `packed` over.
+        """
 
         def ended(task: asyncio.Task[Answer]) -> None:
             self._may_load.release()
+            close_all(descriptors)
             self._loads.discard(task)
             self.inference.forget_latest(model)
             if not task.cancelled():
                 task.exception()  # nobody may be waiting
 
-        await self._may_load.acquire()
-        task = asyncio.get_running_loop().create_task(self._client.call(message, timeout=LOAD_S))
+        descriptors = [] if packed is None else [packed]
+        try:
+            await self._may_load.acquire()
+        except BaseException:
+            close_all(descriptors)
+            raise
+        call = self._client.call(message, timeout=LOAD_S, fds=descriptors)
+        task = asyncio.get_running_loop().create_task(call)
         self._loads.add(task)
         task.add_done_callback(ended)
         await asyncio.shield(task)

@@ -18,7 +18,7 @@ import msgspec
 from broker.repository.config import LoadFailure, ModelConfig
 from shm.errors import Code, InferError
 
-MAX_REQUEST = 1 << 20  # bytes
+MAX_REQUEST = 8 << 20  # bytes
 MAX_MESSAGE = 64 << 20  # bytes; a configuration has kilobytes, so more is a damaged stream
 _PREFIX = 4
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from clientlib import process
 from clientlib.address import Address
-from clientlib.arguments import model_text, seconds, version_text, whole
+from clientlib.arguments import LoadConfig, LoadFiles, load_arguments, model_text, seconds, version_text, whole
 from clientlib.automatic import Inputs, Request, check_parameters
 from clientlib.callable_model import AsyncModel
 from clientlib.client import CALL_S, NO_CUDA
@@ -94,13 +94,16 @@ class AsyncRemoteClient(StaysHere):
         """Triton's model statistics (counts, durations in ns), of one model or all."""
         return await self._run(self.remote.statistics(model, version))
 
-    async def load(self, model: str, timeout: float = CALL_S) -> None:
-        """Load a model, or reload it; returns when it is ready."""
-        await self._run(self.remote.load(model), timeout)
+    async def load(
+        self, model: str, timeout: float = CALL_S, *, config: LoadConfig = None, files: LoadFiles = None
+    ) -> None:
+        """Load or reload a model; returns when it is ready. `config`, `files`: see `clientlib.arguments`."""
+        text, contents = load_arguments(config, files)
+        await self._run(self.remote.load(model, text, contents), timeout)
 
-    async def unload(self, model: str, timeout: float = CALL_S) -> None:
-        """Unload a model."""
-        await self._run(self.remote.unload(model), timeout)
+    async def unload(self, model: str, timeout: float = CALL_S, *, unload_dependents: bool = False) -> None:
+        """Unload a model; requests it has accepted are finished. `unload_dependents`: and members that only it used."""
+        await self._run(self.remote.unload(model, unload_dependents), timeout)
 
     # --- regions ---------------------------------------------------------------------------------------------------
 

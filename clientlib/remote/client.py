@@ -18,7 +18,7 @@ from typing import Any, TypeVar, final
 
 from clientlib import process
 from clientlib.address import Address
-from clientlib.arguments import model_text, seconds, version_text, whole
+from clientlib.arguments import LoadConfig, LoadFiles, load_arguments, model_text, seconds, version_text, whole
 from clientlib.automatic import Inputs, Request, check_parameters
 from clientlib.callable_model import Model
 from clientlib.client import CALL_S, NO_CUDA
@@ -94,13 +94,18 @@ class RemoteClient(StaysHere):
         """Triton's model statistics (counts, durations in ns), of one model or all."""
         return self._run(self.remote.statistics(model, version))
 
-    def load(self, model: str, timeout: float = CALL_S) -> None:
-        """Load a model, or reload it; returns when it is ready."""
-        self._run(self.remote.load(model), timeout)
+    def load(self, model: str, timeout: float = CALL_S, *, config: LoadConfig = None, files: LoadFiles = None) -> None:
+        """Load a model, or reload it; returns when it is ready.
 
-    def unload(self, model: str, timeout: float = CALL_S) -> None:
-        """Unload a model."""
-        self._run(self.remote.unload(model), timeout)
+        `config`: the configuration to use in place of the repository's, as a dict or JSON text. `files`: path below the
+        model's directory → contents; then the model consists of these alone, and needs a `config`.
+        """
+        text, contents = load_arguments(config, files)
+        self._run(self.remote.load(model, text, contents), timeout)
+
+    def unload(self, model: str, timeout: float = CALL_S, *, unload_dependents: bool = False) -> None:
+        """Unload a model; requests it has accepted are finished. `unload_dependents`: and members that only it used."""
+        self._run(self.remote.unload(model, unload_dependents), timeout)
 
     # --- regions ---------------------------------------------------------------------------------------------------
 

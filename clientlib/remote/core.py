@@ -13,7 +13,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar, final
 
 import msgspec
@@ -265,13 +265,13 @@ class Remote:
         stats: list[dict[str, Any]] = yield transport.Statistics(model_text(model, empty=True), version_text(version))
         return stats
 
-    def load(self, model: str) -> Procedure[None]:
+    def load(self, model: str, config: str | None, files: Mapping[str, bytes]) -> Procedure[None]:
         """Load or reload a model; returns when it is ready."""
-        yield transport.Load(model_text(model))
+        yield transport.Load(model_text(model), config, files)
 
-    def unload(self, model: str) -> Procedure[None]:
+    def unload(self, model: str, unload_dependents: bool) -> Procedure[None]:
         """Unload a model."""
-        yield transport.Unload(model_text(model))
+        yield transport.Unload(model_text(model), bool(unload_dependents))
 
     # --- requests --------------------------------------------------------------------------------------------------
 

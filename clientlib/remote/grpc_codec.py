@@ -74,9 +74,17 @@ def encode(word: Word) -> Rpc:
             asked = service_pb2.ModelStatisticsRequest(name=model, version=version)
             return Rpc("ModelStatistics", asked, lambda reply: [_model_stats(each) for each in reply.model_stats])
         case transport.Load(model):
-            return Rpc("RepositoryModelLoad", service_pb2.RepositoryModelLoadRequest(model_name=model), _nothing)
+            asked = service_pb2.RepositoryModelLoadRequest(model_name=model)
+            if word.config is not None:
+                asked.parameters["config"].string_param = word.config
+            for path, data in word.files.items():
+                asked.parameters[f"file:{path}"].bytes_param = data
+            return Rpc("RepositoryModelLoad", asked, _nothing)
         case transport.Unload(model):
-            return Rpc("RepositoryModelUnload", service_pb2.RepositoryModelUnloadRequest(model_name=model), _nothing)
+            asked = service_pb2.RepositoryModelUnloadRequest(model_name=model)
+            if word.unload_dependents:
+                asked.parameters["unload_dependents"].bool_param = True
+            return Rpc("RepositoryModelUnload", asked, _nothing)
         case _:
             raise InferError(Code.UNSUPPORTED, f"{type(word).__name__} is not said over gRPC: memory is not shared")
 

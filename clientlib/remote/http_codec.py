@@ -6,6 +6,7 @@ binary tensor data extension has it.
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -71,9 +72,13 @@ def encode(address: Address, word: Word) -> HttpCall:
             path = f"{_model(model, version)}/stats" if model else "/v2/models/stats"
             return _get(address, path, _statistics)
         case transport.Load(model):
-            return _post(address, f"/v2/repository/models/{_quoted(model)}/load", _nothing)
+            parameters: dict[str, Any] = {} if word.config is None else {"config": word.config}
+            for path, data in word.files.items():
+                parameters[f"file:{path}"] = base64.b64encode(data).decode()
+            return _change(address, f"/v2/repository/models/{_quoted(model)}/load", parameters)
         case transport.Unload(model):
-            return _post(address, f"/v2/repository/models/{_quoted(model)}/unload", _nothing)
+            parameters = {"unload_dependents": True} if word.unload_dependents else {}
+            return _change(address, f"/v2/repository/models/{_quoted(model)}/unload", parameters)
         case _:
             raise InferError(Code.UNSUPPORTED, f"{type(word).__name__} is not said over HTTP: memory is not shared")
 
@@ -169,6 +174,11 @@ def _get(address: Address, path: str, read: Callable[[bytes], Any]) -> HttpCall:
 
 def _post(address: Address, path: str, read: Callable[[bytes], Any], *, repeatable: bool = False) -> HttpCall:
     return HttpCall("POST", address.path + path, (b"{}",), {"Content-Type": "application/json"}, read, repeatable)
+
+
+def _change(address: Address, path: str, parameters: dict[str, Any]) -> HttpCall:
+    body = msgspec.json.encode({"parameters": parameters} if parameters else {})
+    return HttpCall("POST", address.path + path, (body,), {"Content-Type": "application/json"}, _nothing, False)
 
 
 def _model(model: str, version: str) -> str:

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
@@ -86,9 +86,11 @@ class Statistics:
 @final
 @dataclass(frozen=True, slots=True)
 class Load:
-    """→ None, when the model is ready."""
+    """→ None, when the model is ready. `config`, `files`: as of `Client.load`; files only with a config."""
 
     model: str
+    config: str | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @final
@@ -97,6 +99,7 @@ class Unload:
     """→ None."""
 
     model: str
+    unload_dependents: bool = False
 
 
 @final

@@ -52,9 +52,9 @@ def word_message(word: Word, number: int) -> wire.Request:
         case transport.Statistics():
             return wire.Statistics(id=number, model=word.model, version=word.version)
         case transport.Load():
-            return wire.Load(id=number, model=word.model)
+            return wire.Load(id=number, model=word.model, config=word.config or "", files=dict(word.files))
         case transport.Unload():
-            return wire.Unload(id=number, model=word.model)
+            return wire.Unload(id=number, model=word.model, unload_dependents=word.unload_dependents)
         case transport.RegisterSystem():
             return wire.Register(id=number, name=word.name, key=word.key, byte_size=word.byte_size, offset=word.offset)
         case transport.Unregister():

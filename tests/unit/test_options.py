@@ -56,7 +56,7 @@ def test_every_triton_flag_with_a_value_is_accepted(flag):
         assert options.triton[flag] == (value,)
 
 
-@pytest.mark.parametrize("flag", sorted(BOOLEAN))
+@pytest.mark.parametrize("flag", sorted(BOOLEAN - {"model-namespacing"}))
 def test_every_triton_bool_is_accepted_in_every_spelling(flag):
     with_it = [REPOSITORY, "--grpc-server-cert=c", "--grpc-server-key=k", "--grpc-root-cert=r"]
     for value in ("true", "False", "on", "OFF", "1", "0"):
@@ -78,8 +78,11 @@ def test_flags_without_effect_are_named_once_each():
     )
     assert options.without_effect == ["--host-policy", "--rate-limit"]
     assert not options.exit_on_error
-    polling = parse_serve([REPOSITORY, "--model-control-mode=poll"])
-    assert polling.without_effect == ["--model-control-mode=poll"]
+    polling = [REPOSITORY, "--repository-poll-secs=3", "--model-control-mode"]
+    assert parse_serve([*polling, "poll"]).without_effect == []
+    assert parse_serve([*polling, "none"]).without_effect == [
+        "--repository-poll-secs (without --model-control-mode=poll)"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -222,3 +225,16 @@ def test_two_builds_of_one_runtime_are_complained_about(monkeypatch, caplog):
     monkeypatch.setattr(process_setup, "distribution", lambda name: Installed)
     process_setup.complain_about_runtimes()
     assert "both onnxruntime 1.2 and onnxruntime-gpu 1.2 are installed" in caplog.text
+
+
+def test_models_of_one_name_in_several_repositories_are_not_served():
+    assert parse_serve([REPOSITORY, "--model-namespacing=false"]).without_effect == []
+    with pytest.raises(UsageError, match="--model-namespacing=true is not supported"):
+        parse_serve([REPOSITORY, "--model-namespacing"])
+
+
+def test_all_models_are_asked_for_alone():
+    explicit = [REPOSITORY, "--model-control-mode=explicit", "--load-model=*"]
+    assert parse_serve(explicit).load_model == ("*",)
+    with pytest.raises(UsageError, match=r"Wildcard model name '\*' must be the ONLY startup model"):
+        parse_serve([*explicit, "--load-model=m"])
