@@ -1,51 +1,59 @@
 """Which queued requests run together, and when. Pure: no thread, no clock, no model.
 
 `DynamicBatcher` follows Triton's dynamic batcher; `SingleQueue` is its default scheduler. The loop calls `take` when an
-instance is free, and again at `due`.
+instance is free, and again at `due`. Clients take turns within a priority level (`broker.worker.fair_line`).
 """
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import final
 
 from broker.repository.config import ModelConfig
-from broker.repository.scheduling import DynamicBatching
+from broker.repository.scheduling import DynamicBatching, QueuePolicy
 from broker.worker import sequences
+from broker.worker.fair_line import FairLine
 from broker.worker.queues import Queue, Row
-from shm.admission import Request, Verdict
+from shm.admission import EXPIRED, Request, Verdict
+from shm.errors import Code
 
-# First in, first out, and quick to take one from the middle: cancelling thousands must cost nobody else anything.
-Line = OrderedDict[Request, None]
+FULL: Verdict = (Code.UNAVAILABLE, "Exceeds maximum queue size")
+MISFITS = 16  # clients passed over for one batch at most, so that a look at the queue stays short
 
 
 @final
 class SingleQueue:
-    """First come, first served, one request at a time."""
+    """First come, first served among a client's requests, one at a time."""
 
-    __slots__ = ("_queue", "late_at", "pinned")
+    __slots__ = ("_line", "_waiting", "late_at", "pinned")
 
     def __init__(self) -> None:
-        self._queue: Line = OrderedDict()
+        self._line = FairLine()
+        self._waiting = 0
         self.pinned = False
         self.late_at = 0
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return self._waiting
 
     def add(self, request: Request, now: int) -> Verdict | None:
-        """Queue behind all others."""
-        self._queue[request] = None
+        """Queue behind all others of its client."""
+        self._line.add(request)
+        self._waiting += 1
         return None
 
     def take(self, now: int, instance: int = 0, most: int = 0) -> Sequence[Row]:
-        """The oldest request, or []."""
-        return [self._queue.popitem(last=False)[0]] if self._queue else []
+        """The oldest request of the client whose turn it is, or []."""
+        if not self._waiting:
+            return []
+        self._waiting -= 1
+        return [self._line.pop()]
 
     def due(self) -> int:
         """When the oldest request came: it never waits for others. 0 when nothing is queued."""
-        return _oldest(self._queue).arrival if self._queue else 0
+        return min((request.arrival for request in self._line.heads()), default=0)
 
     def done(self, instance: int, batch: Sequence[Row]) -> None:
         """Nothing waits for that."""
@@ -56,7 +64,63 @@ class SingleQueue:
 
     def remove(self, request: Request) -> bool:
         """Drop one request (cancelled); False when it is not queued any more."""
-        return _remove(self._queue, request)
+        found = self._line.remove(request)
+        self._waiting -= found
+        return found
+
+
+@final
+class _Level:
+    """One priority level and its policy. `late_at`: when its first request has waited too long; 0 = never.
+
+    `delayed` are those that have (timeout_action DELAY): they go when nothing else of their level waits.
+    """
+
+    __slots__ = ("_ages", "_timeout", "delayed", "late_at", "line", "policy", "size")
+
+    def __init__(self, policy: QueuePolicy) -> None:
+        self.policy = policy
+        self.line = FairLine()
+        self.delayed = FairLine()
+        self.size = 0
+        self.late_at = 0
+        self._timeout = policy.default_timeout_microseconds * 1000
+        self._ages: OrderedDict[Request, int] = OrderedDict()  # request → when it is late; only with a time-out
+
+    def add(self, request: Request, now: int) -> None:
+        self.line.add(request)
+        self.size += 1
+        if self._timeout:
+            self._ages[request] = now + self._timeout
+            self.late_at = self.late_at or now + self._timeout
+
+    def remove(self, request: Request) -> bool:
+        if not (self.line.remove(request) or self.delayed.remove(request)):
+            return False
+        self.left((request,))
+        return True
+
+    def left(self, requests: Sequence[Request]) -> None:
+        """They wait here no more."""
+        self.size -= len(requests)
+        if self._ages:
+            for request in requests:
+                self._ages.pop(request, None)
+            self.late_at = next(iter(self._ages.values()), 0)
+
+    def late(self, now: int) -> list[Request]:
+        """Take out those that have waited too long; with DELAY they stay, behind the others."""
+        late: list[Request] = []
+        while self._ages and next(iter(self._ages.values())) <= now:
+            request = self._ages.popitem(last=False)[0]
+            self.line.remove(request)
+            if self.policy.timeout_action == "DELAY":
+                self.delayed.add(request)
+            else:
+                late.append(request)
+        self.left(late)
+        self.late_at = next(iter(self._ages.values()), 0)
+        return late
 
 
 @final
@@ -65,86 +129,163 @@ class DynamicBatcher:
 
     A batch is dispatched when it reaches a preferred size, cannot grow (maximum reached, or the next request has
     another signature), or its oldest request has waited `max_queue_delay_microseconds`; with a delay of 0 whatever is
-    queued goes as soon as an instance is free. Order is kept within a priority level; level 1 comes first.
+    queued goes as soon as an instance is free. Level 1 comes first; within a level a client's order is kept and clients
+    take turns, where one whose request does not fit the batch is passed over and begins the next one.
+
+    `hold`: no batch before so many requests are queued, once (TRITONSERVER_DELAY_SCHEDULER, for tests).
     """
 
-    __slots__ = ("_default_level", "_delay", "_largest_preferred", "_levels", "_max", "_preferred", "late_at", "pinned")
+    __slots__ = ("_default_level", "_delay", "_dropped", "_hold", "_largest_preferred", "_levels", "_max", "_preferred",
+                 "_single", "_waiting", "late_at", "pinned")  # fmt: skip
 
-    def __init__(self, max_batch_size: int, config: DynamicBatching) -> None:
-        self._max = max_batch_size
-        self._preferred = frozenset(config.preferred_batch_size or (max_batch_size,))
+    def __init__(self, max_batch_size: int, config: DynamicBatching, hold: int = 0) -> None:
+        self._max = max(1, max_batch_size)
+        self._preferred = frozenset(config.preferred_batch_size or (self._max,))
         self._largest_preferred = max(self._preferred)
         self._delay = config.max_queue_delay_microseconds * 1000
         levels = max(1, config.priority_levels)
         self._default_level = min(max(1, config.default_priority_level), levels)
+        policies, default = config.priority_queue_policy, config.default_queue_policy
+        self._levels = [_Level(policies.get(level, default)) for level in range(1, levels + 1)]
+        plain = len(self._levels) == 1 and not self._levels[0].policy.default_timeout_microseconds
+        self._single = (self._levels[0].line,) if plain else None  # the only line there is
+        self._dropped: OrderedDict[Request, Verdict] = OrderedDict()  # they leave by `late`
+        self._waiting = 0  # those dropped not counted
+        self._hold = hold
         self.pinned = False
         self.late_at = 0
-        self._levels: list[Line] = [OrderedDict() for _ in range(levels)]
 
     def __len__(self) -> int:
-        return sum(map(len, self._levels))
+        return self._waiting + len(self._dropped)
 
     def add(self, request: Request, now: int) -> Verdict | None:
-        """Queue in the request's priority level (0 or out of range: the default level)."""
-        level = request.priority if 1 <= request.priority <= len(self._levels) else self._default_level
-        self._levels[level - 1][request] = None
+        """Queue in the request's priority level (0 or out of range: the default level). FULL where that is full."""
+        number = request.priority if 1 <= request.priority <= len(self._levels) else self._default_level
+        level = self._levels[number - 1]
+        most = level.policy.max_queue_size
+        if most and level.size >= most:
+            if not level.policy.drop_oldest:
+                return FULL
+            self._drop(level, now)
+        level.add(request, now)
+        self._waiting += 1
+        if level.late_at and not self.late_at:
+            self._look()
         return None
+
+    def _drop(self, level: _Level, now: int) -> None:
+        """A full queue lets go the oldest of the client that fills it most."""
+        oldest = (level.delayed or level.line).oldest_of_the_greediest()
+        level.remove(oldest)
+        self._waiting -= 1
+        self._dropped[oldest] = (
+            Code.UNAVAILABLE,
+            f"a newer request took its place: the queue is full at {level.policy.max_queue_size} (max_queue_size,"
+            " drop_oldest)",
+        )
+        self.late_at = max(1, now)
 
     def take(self, now: int, instance: int = 0, most: int = 0) -> Sequence[Row]:
         """The next batch, of at most `most` requests (0: any number), or [] when it is worth waiting until `due`."""
-        count = rows = preferred = 0
-        closed = False
-        signature: object = None
-        oldest = now
-        for request in self._queued():
-            if count and (request.signature is not signature or signature is None or rows + request.rows > self._max):
-                closed = True
-                break
-            signature = request.signature
-            oldest = min(oldest, request.arrival)
-            rows += request.rows
-            count += 1
-            if rows in self._preferred:
-                preferred = count
-            if rows >= self._max or count == most:
-                closed = True
-                break
-        if not count:
+        if self.late_at and now >= self.late_at:
+            self._let_go(now)
+        if self._hold:
+            if self._waiting < self._hold:
+                return []
+            self._hold = 0
+        if not self._waiting:
             return []
+        chosen: list[Request] = []
+        rows, preferred, closed = 0, 0, False
+        oldest = now
+        for line in self._lines():
+            misfits = 0
+            signature = chosen[0].signature if chosen else None
+            for request in line:
+                size = request.rows or 1
+                if chosen and (request.signature is not signature or signature is None or rows + size > self._max):
+                    closed = True
+                    misfits += 1
+                    if misfits > MISFITS or not line.shared:
+                        break
+                    line.pass_over()
+                    continue
+                signature = request.signature
+                if request.arrival < oldest:
+                    oldest = request.arrival
+                rows += size
+                chosen.append(request)
+                if rows in self._preferred:
+                    preferred = len(chosen)
+                if rows >= self._max or len(chosen) == most:
+                    closed = True
+                    break
+            if closed:
+                break
         waited = self._delay > 0 and now - oldest >= self._delay
         if preferred and not waited:
-            return self._pop(preferred)
-        if closed or waited or not self._delay or rows >= self._largest_preferred or signature is None:
-            return self._pop(count)
+            return self._pop(chosen[:preferred])
+        if closed or waited or not self._delay or rows >= self._largest_preferred or chosen[0].signature is None:
+            return self._pop(chosen)
         return []
 
     def due(self) -> int:
         """When the oldest request will have waited long enough; 0 when nothing is queued."""
-        return min((_oldest(queue).arrival for queue in self._levels if queue), default=-self._delay) + self._delay
+        if self._hold:
+            return 0
+        heads = (request.arrival for line in self._lines() for request in line.heads())
+        return min(heads, default=-self._delay) + self._delay
 
     def done(self, instance: int, batch: Sequence[Row]) -> None:
         """Nothing waits for that."""
 
     def late(self, now: int) -> list[tuple[Request, Verdict]]:
-        """Nobody waits too long here."""
-        return []
+        """Those that their level's policy lets wait no longer, and those that newer ones took the place of."""
+        self._let_go(now)
+        late = list(self._dropped.items())
+        self._dropped.clear()
+        self._look()
+        return late
+
+    def _let_go(self, now: int) -> None:
+        for level in self._levels:
+            if level.late_at and level.late_at <= now:
+                for request in level.late(now):
+                    self._dropped[request] = EXPIRED
+                    self._waiting -= 1
+        self._look()
+
+    def _look(self) -> None:
+        self.late_at = min((level.late_at for level in self._levels if level.late_at), default=0)
+        if self._dropped:
+            self.late_at = 1  # at once
 
     def remove(self, request: Request) -> bool:
         """Drop one request (cancelled); False when it is not queued any more."""
-        return any(_remove(queue, request) for queue in self._levels)
+        if self._dropped.pop(request, None) is not None:
+            return True
+        if not any(level.remove(request) for level in self._levels):
+            return False
+        self._waiting -= 1
+        return True
 
-    def _queued(self) -> Iterator[Request]:
-        for queue in self._levels:
-            yield from queue
+    def _lines(self) -> Sequence[FairLine]:
+        if self._single is not None:
+            return self._single
+        return [line for level in self._levels for line in (level.line, level.delayed) if line]
 
-    def _pop(self, count: int) -> list[Request]:
-        batch: list[Request] = []
-        for queue in self._levels:
-            if len(queue) <= count - len(batch):
-                batch += queue
-                queue.clear()
-            while queue and len(batch) < count:
-                batch.append(queue.popitem(last=False)[0])
+    def _pop(self, batch: list[Request]) -> list[Request]:
+        """Take out what `take` has chosen."""
+        self._waiting -= len(batch)
+        if self._single is not None:
+            self._single[0].serve(batch)
+            self._levels[0].size -= len(batch)
+            return batch
+        for level in self._levels:
+            for line in (level.line, level.delayed):
+                own = [request for request in batch if line.has(request)]
+                line.serve(own)
+                level.left(own)
         return batch
 
 
@@ -152,17 +293,33 @@ def queue_for(config: ModelConfig, instances: int) -> Queue:
     """The scheduler that a model's configuration asks for. Raises InferError where there is none."""
     if config.sequence_batching is not None:
         return sequences.queue_for(config, instances)
-    if config.dynamic_batching is None or config.max_batch_size <= 1:
+    batching = config.dynamic_batching
+    if batching is None:
         return SingleQueue()
-    return DynamicBatcher(config.max_batch_size, config.dynamic_batching)
+    hold = scheduler_delay()
+    if config.max_batch_size <= 1 and not (hold or batching.priority_levels or _limits(policies(batching))):
+        return SingleQueue()
+    return DynamicBatcher(config.max_batch_size, batching, hold)
 
 
-def _oldest(queue: Line) -> Request:
-    return next(iter(queue))
+def scheduler_delay() -> int:
+    """Triton's test hook: a dynamic batcher that is loaded now holds its first batch for so many requests."""
+    text = os.environ.get("TRITONSERVER_DELAY_SCHEDULER", "")
+    return int(text) if text.isascii() and text.isdigit() else 0
 
 
-def _remove(queue: Line, request: Request) -> bool:
-    if request not in queue:
-        return False
-    del queue[request]
-    return True
+def policies(batching: DynamicBatching) -> tuple[QueuePolicy, ...]:
+    """Of all levels."""
+    return (batching.default_queue_policy, *batching.priority_queue_policy.values())
+
+
+def _limits(given: Iterable[QueuePolicy]) -> bool:
+    return any(policy.max_queue_size or policy.default_timeout_microseconds for policy in given)
+
+
+def lets_go(batching: DynamicBatching) -> bool:
+    """Do requests leave its queue by themselves?"""
+    return any(
+        policy.default_timeout_microseconds or (policy.drop_oldest and policy.max_queue_size)
+        for policy in policies(batching)
+    )

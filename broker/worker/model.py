@@ -16,7 +16,7 @@ import numpy.typing as npt
 from broker.repository.config import InstanceGroup, ModelConfig
 from broker.worker.assembly import assembly_of
 from broker.worker.backends import Backend, Binding, Context, RuntimeModel
-from broker.worker.batcher import SingleQueue, queue_for
+from broker.worker.batcher import SingleQueue, lets_go, queue_for, scheduler_delay
 from broker.worker.queues import Queue
 from broker.worker.reshape import reshapes
 from broker.worker.warm_up import warm_up
@@ -222,11 +222,13 @@ class LoadedModel:
         self.alone = isinstance(self.queue, SingleQueue)  # every request runs alone
         # Does a lone request go as soon as an instance is free?
         self.immediate = batching is None or not batching.max_queue_delay_microseconds
-        self.answers = config.response_cache or config.ensemble is not None  # without an instance of its own
+        self.answers = config.ensemble is not None  # without an instance of its own; see also `keep_answers`
         self.cached: Cached | None = None
         self.shares = 0  # since all that waits was last given to one instance
         most = config.max_batch_size
         self._may_share = self.immediate and batching is not None and batching.preferred_batch_size in ((), (most,))
+        if batching is not None and scheduler_delay():
+            self.alone = self.immediate = False
         self.assembly = assembly_of(config)
         if self.assembly is not None:
             self.alone = self.immediate = False
@@ -281,6 +283,7 @@ class LoadedModel:
     def keep_answers(self, cached: Cached) -> None:
         """Before it serves. What is kept is read from the instances' own copies, so nothing runs on clients' memory."""
         self.cached = cached
+        self.answers = True
         self.copied = frozenset(tensor.name for tensor in self.config.input)
         self.alone = self.immediate = False
 
@@ -300,10 +303,7 @@ def instance_count(groups: tuple[InstanceGroup, ...]) -> int:
 def _has_timeouts(config: ModelConfig) -> bool:
     """Does its queue let requests go by itself?"""
     batching = config.dynamic_batching
-    if batching is None:
-        return config.sequence_batching is not None
-    policies = (batching.default_queue_policy, *batching.priority_queue_policy.values())
-    return any(policy.default_timeout_microseconds for policy in policies)
+    return config.sequence_batching is not None if batching is None else lets_go(batching)
 
 
 def aligned_buffer(byte_size: int) -> npt.NDArray[np.uint8]:

@@ -23,6 +23,8 @@ class Queued:
     arrival: int = 0
     priority: int = 0
     signature: object = A
+    channel: object = None
+    deadline: int = 0
 
 
 def batcher(max_batch_size: int = 8, preferred: tuple[int, ...] = (), delay: int = 0, **config) -> DynamicBatcher:
