@@ -11,11 +11,12 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from broker.repository.check import check
 from broker.repository.config import LoadFailure, ModelConfig
+from broker.repository.ensembles import misfit
 from broker.repository.scan import misplaced, scan
 from broker.tables import ascii_table, printable
 from shm import sockets
@@ -155,7 +156,7 @@ def check_repositories(repositories: Sequence[str], *, strict: bool, config_name
         return 1
     rows: list[tuple[str, str, str]] = []
     notes: list[str] = []
-    for result in results:
+    for result in map(_with_members(results), results):
         if isinstance(result, LoadFailure):
             rows.append((result.name, "-", f"UNAVAILABLE: {result.reason}"))
         else:
@@ -166,6 +167,22 @@ def check_repositories(repositories: Sequence[str], *, strict: bool, config_name
     for note in (*notes, *filter(None, map(misplaced, repositories))):
         print(printable(note))
     return 0 if rows and all(status == "OK" for _, _, status in rows) else 1
+
+
+def _with_members(
+    results: Sequence[ModelConfig | LoadFailure],
+) -> Callable[[ModelConfig | LoadFailure], ModelConfig | LoadFailure]:
+    """Of an ensemble that does not fit its members it makes a failure that says why."""
+    configs = {result.name: result for result in results if isinstance(result, ModelConfig)}
+    failures = {result.name: result.reason for result in results if isinstance(result, LoadFailure)}
+
+    def checked(result: ModelConfig | LoadFailure) -> ModelConfig | LoadFailure:
+        if isinstance(result, LoadFailure) or result.ensemble is None:
+            return result
+        problem = misfit(result, configs, failures)
+        return LoadFailure(name=result.name, reason=problem) if problem else result
+
+    return checked
 
 
 def explain(repositories: Sequence[str], model: str, *, as_json: bool = False, config_name: str = "") -> int:

@@ -9,35 +9,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from broker.catalogue import UNAVAILABLE, Catalogue
+from broker.repository import ensembles
 from broker.repository.config import ModelConfig
-from broker.repository.ensembles import check_available, check_members, cycle, members
-from shm.errors import InferError
+from broker.repository.ensembles import members
 
 
 def misfit(catalogue: Catalogue, config: ModelConfig) -> str:
     """Why an ensemble cannot be served with its members as they are (Triton's text), or ""."""
-    assert config.ensemble is not None
-    wanted = members(config.ensemble)
-    if absent := [name for name in wanted if name not in catalogue.known and name != config.name]:
-        return f"ensemble {config.name} contains models that are not available or ambiguous: {', '.join(absent)}"
-    ensembles = {config.name: config.ensemble}
-    loaded: dict[str, tuple[int, ...]] = {}
+    configs: dict[str, ModelConfig] = {}
     failures: dict[str, str] = {}
+    loaded: dict[str, tuple[int, ...]] = {}
     for name, model in catalogue.known.items():
         loaded[name] = tuple(number for number, version in model.versions.items() if version.generation)
-        reasons = (version.reason for version in model.versions.values() if version.state == UNAVAILABLE)
-        failures[name] = model.failure or next(filter(None, reasons), "")
         serving = catalogue.serving(name)
-        if serving is not None and serving.ensemble is not None:
-            ensembles.setdefault(name, serving.ensemble)
-    if problem := cycle(config.name, ensembles):
-        return problem
-    try:
-        check_available(config, loaded, failures)
-        check_members(config, {name: catalogue.config(name)[0] for name in wanted})
-    except InferError as error:
-        return error.message
-    return ""
+        if serving is not None:
+            configs[name] = serving
+        else:
+            reasons = (version.reason for version in model.versions.values() if version.state == UNAVAILABLE)
+            failures[name] = model.failure or next(filter(None, reasons), "")
+    return ensembles.misfit(config, configs, failures, loaded)
 
 
 def ensembles_of(catalogue: Catalogue, member: str) -> list[str]:

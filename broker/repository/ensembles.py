@@ -53,6 +53,34 @@ def cycle(name: str, ensembles: Mapping[str, Ensemble]) -> str:
     return visit(name)
 
 
+def misfit(
+    config: ModelConfig,
+    configs: Mapping[str, ModelConfig],
+    failures: Mapping[str, str],
+    loaded: Mapping[str, tuple[int, ...]] | None = None,
+) -> str:
+    """Triton's text of why an ensemble cannot be served with its members as they are, or "".
+
+    `configs`: model → its configuration, of every model that serves (or would). `failures`: model → why it does not, ""
+    if it was unloaded. `loaded`: model → its versions that serve; None: all that it has.
+    """
+    assert config.ensemble is not None
+    wanted = members(config.ensemble)
+    if absent := [name for name in wanted if name not in configs and name not in failures and name != config.name]:
+        return f"ensemble {config.name} contains models that are not available or ambiguous: {', '.join(absent)}"
+    ensembles = {name: each.ensemble for name, each in configs.items() if each.ensemble is not None}
+    if problem := cycle(config.name, {**ensembles, config.name: config.ensemble}):
+        return problem
+    if loaded is None:
+        loaded = {name: tuple(each.versions) for name, each in configs.items()}
+    try:
+        check_available(config, loaded, failures)
+        check_members(config, configs)
+    except InferError as error:
+        return error.message
+    return ""
+
+
 def check_available(config: ModelConfig, loaded: Mapping[str, tuple[int, ...]], failures: Mapping[str, str]) -> None:
     """Raise InferError INVALID_ARG if a member has no version that serves, or not the one that a step asks for.
 
