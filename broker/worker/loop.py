@@ -329,8 +329,12 @@ class Loop:
         if requests[0].attempts > 1:  # alone, as a suspect
             batch.instance.block[statistics.RETRIED] += 1
         run_batch(batch.instance, requests, batch.rows)
-        for channel, own in by_channel:
-            channel.complete(own)
+        order = batch.instance.model.in_order
+        if order is not None and not batch.alone:
+            order.end(batch.number, by_channel)
+        else:
+            for channel, own in by_channel:
+                channel.complete(own)
         # Only now: with one instance, answers must not overtake each other, and a drain must not leave before them.
         self.scheduler.done(batch)
 

@@ -17,6 +17,7 @@ from broker.repository.config import InstanceGroup, ModelConfig
 from broker.worker.assembly import assembly_of
 from broker.worker.backends import Backend, Binding, Context, RuntimeModel
 from broker.worker.batcher import SingleQueue, lets_go, queue_for, scheduler_delay
+from broker.worker.in_order import InOrder
 from broker.worker.queues import Queue
 from broker.worker.reshape import reshapes
 from broker.worker.warm_up import warm_up
@@ -200,6 +201,7 @@ class LoadedModel:
         "free",
         "generation",
         "immediate",
+        "in_order",
         "instances",
         "queue",
         "reshapes",
@@ -227,7 +229,9 @@ class LoadedModel:
         self.shares = 0  # since all that waits was last given to one instance
         most = config.max_batch_size
         self._may_share = self.immediate and batching is not None and batching.preferred_batch_size in ((), (most,))
-        if batching is not None and scheduler_delay():
+        several = instance_count(config.instance_group) > 1
+        self.in_order = InOrder() if batching is not None and batching.preserve_ordering and several else None
+        if self.in_order is not None or (batching is not None and scheduler_delay()):
             self.alone = self.immediate = False
         self.assembly = assembly_of(config)
         if self.assembly is not None:

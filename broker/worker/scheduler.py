@@ -29,10 +29,11 @@ SHORT_NS = 200_000  # longer batches run without the lead: a hand-off between th
 class Batch:
     """What one thread runs: requests of one model on one of its instances. `alone`: nothing else may run.
 
-    `rows` is what its queue gave: the requests, with None for empty slots of a sequence batch.
+    `rows` is what its queue gave: the requests, with None for empty slots of a sequence batch. `number`: its place
+    among the model's batches where answers keep their order (`broker.worker.in_order`).
     """
 
-    __slots__ = ("alone", "instance", "requests", "rows")
+    __slots__ = ("alone", "instance", "number", "requests", "rows")
 
     def __init__(
         self, instance: Instance, requests: list[Request], rows: Sequence[Row] = (), *, alone: bool = False
@@ -41,6 +42,8 @@ class Batch:
         self.requests = requests
         self.rows = rows
         self.alone = alone
+        order = instance.model.in_order
+        self.number = 0 if order is None or alone else order.begin()
 
     def short(self) -> bool:
         """Is this known to be over sooner than a hand-off is worth? Unmeasured is long."""
