@@ -33,6 +33,15 @@ output { name: "y" data_type: TYPE_FP32 dims: [ -1 ] }
 batch_output { kind: BATCH_SCATTER_WITH_INPUT_SHAPE target_name: "y" source_input: "x" }
 dynamic_batching { max_queue_delay_microseconds: 100000 }
 """
+DEFAULT = """
+backend: "onnxruntime"
+max_batch_size: 0
+input [
+  { name: "x" data_type: TYPE_FP32 dims: [ -1, -1 ] },
+  { name: "one" data_type: TYPE_FP32 dims: [ 1 ] optional: true }
+]
+output { name: "y" data_type: TYPE_FP32 dims: [ -1, -1 ] }
+"""
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +49,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("repository")
     models.write_repository(root, {"ragged": models.identity(dims=("n",))})
     (root / "ragged" / "config.pbtxt").write_text(RAGGED)
+    default = models.add1()
+    default.graph.input.append(models.tensor("one", [1]))
+    models.write_model(root, "default", default, config=DEFAULT)
     (root / "identity" / "1").mkdir(parents=True)
     (root / "identity" / "config.pbtxt").write_text(IDENTITY)
     return root
@@ -54,6 +66,12 @@ def client(broker: Broker) -> Iterator[clientlib.Client]:
 def test_identity_without_one_of_its_inputs(client):
     value = np.float32([[3]])
     assert client.infer("identity", {"INPUT1": value}, outputs=["OUTPUT1"])["OUTPUT1"].tolist() == [[3]]
+
+
+def test_an_input_with_a_default_in_the_model_file(client):
+    value = np.float32([[3]])
+    assert client.infer("default", {"x": value})["y"].tolist() == [[4]]
+    assert client.infer("default", {"x": value, "one": np.float32([10])})["y"].tolist() == [[13]]
 
 
 def test_ragged_requests_get_their_own_part_back(broker):

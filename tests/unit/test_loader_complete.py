@@ -165,6 +165,22 @@ def test_inputs_that_are_initializers_are_not_inputs(tmp_path):
     assert [tensor.name for tensor in config_of(tmp_path, model).input] == ["x"]
 
 
+def test_a_default_value_becomes_an_input_when_the_text_names_it(tmp_path):
+    model = models.add1()
+    model.graph.input.append(models.tensor("one", [1]))
+    text = """
+        max_batch_size: 0
+        input [ { name: "x" data_type: TYPE_FP32 dims: [ -1, -1 ] },
+                { name: "one" data_type: TYPE_FP32 dims: [ 1 ] optional: true } ]
+    """
+    assert [(tensor.name, tensor.optional) for tensor in config_of(tmp_path, model, text).input] == [
+        ("x", False),
+        ("one", True),
+    ]
+    model.ir_version = 3  # there an initializer is a constant
+    assert "not in the model file: one" in reason_of(tmp_path, model, text)
+
+
 def test_scalars_have_dims_of_one_and_an_empty_reshape(tmp_path):
     model = models.identity(dims=())
     config = config_of(tmp_path, model)

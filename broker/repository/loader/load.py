@@ -240,5 +240,6 @@ def _read_version(config: model_config_pb2.ModelConfig, model: ModelDirectory, n
         raise ModelError(f"unable to find '{path}' for model '{config.name}'")
     graph = read_model(path, model.repository)
     # Before the signature: reading that one may drop large initializers from the graph.
-    found = policy(graph)
-    return _Version(number, path, read_signature(graph, path), found)
+    sent = frozenset(text.name for text in config.input)
+    found = policy(graph, sent)
+    return _Version(number, path, read_signature(graph, path, sent), found)

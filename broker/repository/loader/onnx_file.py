@@ -75,16 +75,27 @@ def read_model(path: str, repository: str) -> onnx.ModelProto:
     return model
 
 
-def read_signature(model: onnx.ModelProto, path: str) -> Signature:
-    """Inputs and outputs, with missing output shapes inferred where ONNX can. Drops large weights from `model`."""
-    # Before IR version 4 every initializer was also listed as an input; it has its value and no request sends it.
-    initializers = {tensor.name for tensor in model.graph.initializer}
-    initializers.update(tensor.values.name for tensor in model.graph.sparse_initializer)
-    inputs = tuple(_tensor(value, "input", path) for value in model.graph.input if value.name not in initializers)
+def read_signature(model: onnx.ModelProto, path: str, sent: frozenset[str] = frozenset()) -> Signature:
+    """Inputs and outputs, with missing output shapes inferred where ONNX can. Drops large weights from `model`.
+
+    `sent`: inputs that the configuration names, which requests may send although the file has values for them.
+    """
+    values = constants(model, sent)
+    inputs = tuple(_tensor(value, "input", path) for value in model.graph.input if value.name not in values)
     outputs = tuple(_tensor(value, "output", path) for value in model.graph.output)
     if any(_is_incomplete(output) for output in outputs):
         outputs = _inferred(model, outputs, path)
     return Signature(inputs, outputs)
+
+
+def constants(model: onnx.ModelProto, sent: frozenset[str]) -> set[str]:
+    """Initializers that no request sends: all but the default values of inputs in `sent`.
+
+    Before IR version 4 every initializer was also listed as an input; runtimes take those for constants.
+    """
+    names = {tensor.name for tensor in model.graph.initializer}
+    names.update(tensor.values.name for tensor in model.graph.sparse_initializer)
+    return names if model.ir_version < 4 else names - sent
 
 
 def _is_incomplete(tensor: FileTensor) -> bool:

@@ -12,6 +12,7 @@ from typing import NamedTuple, final
 
 import onnx
 
+from broker.repository.loader.onnx_file import constants
 from broker.repository.loader.operators import OPERATORS
 
 _STANDARD_DOMAINS = ("", "ai.onnx")
@@ -42,10 +43,13 @@ class _Use(NamedTuple):
     position: int
 
 
-def policy(model: onnx.ModelProto) -> dict[str, Verdict]:
-    """The verdict for every graph input that is not an initializer. Anything that is not understood is copied."""
-    initializers = {tensor.name for tensor in model.graph.initializer}
-    graph = _Uses(model)
+def policy(model: onnx.ModelProto, sent: frozenset[str] = frozenset()) -> dict[str, Verdict]:
+    """The verdict for every graph input that is not an initializer. Anything that is not understood is copied.
+
+    `sent` as in `read_signature`: default values that a request may replace are inputs, not constants.
+    """
+    initializers = constants(model, sent)
+    graph = _Uses(model, sent - initializers)
     verdicts: dict[str, Verdict] = {}
     for value in model.graph.input:
         if value.name in initializers:
@@ -73,13 +77,13 @@ class _Uses:
 
     __slots__ = ("_by_name", "_constants", "_local", "_subgraph_outputs")
 
-    def __init__(self, model: onnx.ModelProto) -> None:
+    def __init__(self, model: onnx.ModelProto, sent: frozenset[str]) -> None:
         self._by_name: dict[str, list[_Use]] = {}
         self._constants: set[str] = set()
         self._subgraph_outputs: set[str] = set()
         self._local = {function.name for function in model.functions if function.domain in _STANDARD_DOMAINS}
         for graph in _graphs(model.graph):
-            self._constants.update(tensor.name for tensor in graph.initializer)
+            self._constants.update(tensor.name for tensor in graph.initializer if tensor.name not in sent)
             if graph is not model.graph:
                 self._subgraph_outputs.update(value.name for value in graph.output)
             for node in graph.node:
