@@ -274,7 +274,7 @@ class Models(Catalogue):
         if failure.reason.startswith(polled):  # no such model: nothing to remember
             raise InferError(Code.INTERNAL, failure.reason)
         if failure.reason.startswith(BAD_OVERRIDE):  # says nothing about what is in the repository
-            raise InferError(Code.INVALID_ARG, failure.reason)
+            raise InferError(Code.INVALID_ARG, f"{polled}: {failure.reason}")
         self._failed(failure)
         raise InferError(Code.INTERNAL, f"{polled}: {failure.reason}")
 

@@ -46,8 +46,8 @@ class Overrides:
     def take(self, model: str, parameters: int) -> Override:
         """Read the descriptor `parameters` and write its files. Blocks. `model` is a checked name.
 
-        Raises InferError: INVALID_ARG for what is no `shm.load_parameters`, INTERNAL as Triton does for a path that
-        leads out of the model's directory, UNAVAILABLE when it cannot be written.
+        Raises InferError: INVALID_ARG for what is no `shm.load_parameters`; INTERNAL, as in Triton, for a path that
+        leads out of the model's directory or cannot be written.
         """
         found, offset = read(parameters)
         if not found.files:
@@ -69,7 +69,9 @@ class Overrides:
             self.discard(repository)
             reason = getattr(error, "strerror", None) or error
             raise InferError(
-                Code.UNAVAILABLE, f"failed to load '{model}': its files cannot be written to {repository}: {reason}"
+                Code.INTERNAL,
+                f"failed to load '{model}', failed to poll from model repository: its files cannot be written to "
+                f"{repository}: {reason}",
             ) from error
         return Override(found.config, repository)
 

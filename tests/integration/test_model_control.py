@@ -120,18 +120,17 @@ def test_parameters_of_a_load_that_are_refused(broker, transport, tmp_path):
         text = refusal(client.load, "add1", files={"1/model.onnx": b""})
         assert text == "Load parameter 'config' must be specified for model file override"
         text = refusal(client.load, "add1", config="{")
-        assert text.startswith("Invalid config override: ")
+        polled = "failed to load 'add1', failed to poll from model repository: "
+        assert text.startswith(f"{polled}Invalid config override: ")
         for path in ("../x", "a/../../x", str(tmp_path / "x"), "."):
             text = refusal(client.load, "add1", config={"backend": "identity"}, files={path: b"x"})
-            assert text == (
-                "failed to load 'add1', failed to poll from model repository: Invalid file parameter 'file:"
-                f"{path}' with normalized path '{os.path.normpath(path)}' must stay within model directory."
-            )
+            where = f"'file:{path}' with normalized path '{os.path.normpath(path)}'"
+            assert text == f"{polled}Invalid file parameter {where} must stay within model directory."
         assert not (tmp_path / "x").exists()
         text = refusal(client.load, "add1", config={}, files={"1": b"", "1/model.onnx": b""})
-        assert text.startswith("failed to load 'add1': its files cannot be written to ")
+        assert text.startswith(f"{polled}its files cannot be written to ")
         text = refusal(client.load, "add1", config={}, files={"x" * 300: b""})
-        assert text.startswith("failed to load 'add1': its files cannot be written to ")
+        assert text.startswith(f"{polled}its files cannot be written to ")
         assert overrides(broker) == []
 
 
