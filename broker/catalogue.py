@@ -166,7 +166,17 @@ class Catalogue:
             workers=(worker.key,) if worker is not None else (),
             decoupled=config.decoupled,
             max_batch_size_completed=config.max_batch_size_completed,
+            correlation=_correlation(config),
         )
+
+
+def _correlation(config: ModelConfig) -> TensorMetadata | None:
+    controls = config.sequence_batching.control_input if config.sequence_batching is not None else ()
+    for control in controls:
+        if control.kind == "CONTROL_SEQUENCE_CORRID":
+            tensor = TensorConfig(name=control.name, datatype=control.datatype, dims=(1,))
+            return tensor_metadata(tensor, config.max_batch_size > 0)
+    return None
 
 
 def tensor_metadata(tensor: TensorConfig, batched: bool) -> TensorMetadata:

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from broker.records import RegionEntry
 from broker.repository.mismatch import dims_text, fits, request_fix, side_by_side
 from broker.worker.messages import PlanTensor
@@ -51,6 +53,10 @@ def check(model: ModelMetadata, request: Prepare, find: Callable[[str], RegionEn
 
     Raises InferError (INVALID_ARG, NOT_FOUND) naming the tensor, what was expected and what came.
     """
+    correlation = model.correlation
+    text = correlation.name if correlation is not None and correlation.datatype == BYTES else None
+    if correlation is not None and any(spec.name == text for spec in request.inputs):
+        model = replace(model, inputs=(*model.inputs, correlation))
     _check_inputs_named(model, request.inputs)
     rows = _batch_size(model, request.inputs)
     for spec in request.inputs:

@@ -65,6 +65,8 @@ class ModelMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """What a client may know of a model version. `state` is Triton's: READY, LOADING, UNLOADING, UNAVAILABLE.
 
     `max_batch_size_completed`: auto-completion chose `max_batch_size`, no configuration says it.
+    `correlation`: the CORRID control of a sequence model. One of BYTES may be given as one more input of a plan: the
+    sequence's id as a string.
     """
 
     name: str
@@ -79,6 +81,7 @@ class ModelMetadata(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[str, ...] = ()
     decoupled: bool = False
     max_batch_size_completed: bool = False
+    correlation: TensorMetadata | None = None
 
 
 class RegionRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple, final
 
 import numpy as np
 
-from broker.gateway import validation
+from broker.gateway import correlation, validation
 from broker.gateway.classification import classify
 from broker.gateway.kserve import Caller, InferRequest, InferResponse, OutputTensor
 from broker.gateway.plan_cache import Entry, PlanCache, check_room, prepare
@@ -28,7 +28,7 @@ from broker.gateway.regions import Alias, OutsideRegion, RegionCache, check_rang
 from broker.gateway.turns import give_back_all, take_all
 from clientlib.async_client import AsyncClient
 from clientlib.layout import PlanOutdated, RangeInUse
-from clientlib.plans import MAX_PRIORITY, MAX_SEQUENCE_ID, deadline_ns_of, remaining_s
+from clientlib.plans import MAX_PRIORITY, deadline_ns_of, remaining_s
 from clientlib.results import InferResult
 from shm.errors import Code, InferError
 from shm.gateway_messages import Config, GetConfig
@@ -38,7 +38,6 @@ from shm.messages import GetModel, Models
 LATEST_S: Final = 1.0  # how long "the latest version" is taken for known: other gateways load models too
 EXPIRED: Final = "Request timeout expired"
 UNKNOWN_ID: Final = "<id_unknown>"
-NO_SEQUENCE: Final = (0, False, False)
 # What a request is told whose plan names something that is not there any more. It has not run.
 _GONE: Final = re.compile(
     r"Unable to find shared memory region|the request names a plan that is not bound|the plan was released|"
@@ -256,7 +255,9 @@ class Inference:
         priority = request.priority
         if not 0 <= priority <= MAX_PRIORITY:
             priority = 0  # more than any model has levels, which means its default
-        sequence = _sequence(request) if request.sequence_id else NO_SEQUENCE
+        if entry.text_id:
+            values.append(np.frombuffer(correlation.text_bytes(request), np.uint8))
+        sequence = correlation.sequence_of(request) if request.sequence_id else correlation.NO_SEQUENCE
         inline = sum([value.nbytes for value in values])
         if inline:
             self._copied("inline_input", inline)  # whatever becomes of the request
@@ -264,14 +265,6 @@ class Inference:
         if result.copied_here > inline:
             self._copied("kept_output", result.copied_here - inline)
         return result
-
-
-def _sequence(request: InferRequest) -> tuple[int, bool, bool]:
-    """As a submission carries it. Models without sequences ignore it all, an id that is a string included."""
-    number = request.sequence_id
-    if not isinstance(number, int) or not 0 < number <= MAX_SEQUENCE_ID:
-        return NO_SEQUENCE
-    return number, request.sequence_start, request.sequence_end
 
 
 @contextlib.asynccontextmanager
@@ -290,6 +283,8 @@ async def _until(deadline_ns: int) -> AsyncIterator[None]:
 def _key(request: InferRequest, version: str, aliases: Mapping[str, Alias]) -> Hashable:
     """Everything that a plan fixes."""
     parts: list[Hashable] = [request.model, version]
+    if request.sequence_id:
+        parts.append(correlation.key_of(request))
     for tensor in request.inputs:
         parts += (tensor.name, tensor.datatype, tensor.shape)
         if tensor.region:
@@ -338,5 +333,6 @@ def _told(error: InferError, request: InferRequest, aliases: Iterable[Alias]) ->
     elif message.startswith(EXPIRED):
         message = EXPIRED
     else:
+        message = correlation.in_words(message, request)
         message = _STRINGS.sub(lambda found: f"{found[1]} for model '{request.model}'", message)
     return InferError(code, f"[request id: {request.id or UNKNOWN_ID}] {message}")

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
-from broker.gateway import validation
+from broker.gateway import correlation, validation
 from broker.gateway.kserve import InferRequest
 from broker.gateway.regions import Alias
 from clientlib import shapes
@@ -48,10 +48,23 @@ class Entry:
 
     `outputs`: name and datatype in the order of the answer. `targets`: those outputs that go to regions. `direct`: the
     model writes these itself; else the result is made in the gateway's memory and copied. `small`: it has two places.
+    `text_id`: the sequence id is an input, the last one.
     `labels`: the class names of outputs that have some, as the last request that asked for classes found them.
     """
 
-    __slots__ = ("batched", "byte_size", "direct", "labels", "outputs", "plan", "small", "targets", "turns", "version")
+    __slots__ = (
+        "batched",
+        "byte_size",
+        "direct",
+        "labels",
+        "outputs",
+        "plan",
+        "small",
+        "targets",
+        "text_id",
+        "turns",
+        "version",
+    )
 
     def __init__(
         self,
@@ -61,6 +74,7 @@ class Entry:
         targets: Mapping[str, Target],
         *,
         direct: bool,
+        text_id: bool = False,
     ) -> None:
         self.plan = plan
         self.byte_size = plan.places_byte_size
@@ -71,6 +85,7 @@ class Entry:
         self.batched = model.max_batch_size > 0
         self.direct = direct
         self.small = True
+        self.text_id = text_id
         self.labels: Mapping[str, Sequence[bytes]] = {}
         # In one order for everybody, so that no two requests wait for each other.
         places = sorted({(t.alias.number, t.offset): t for t in targets.values()}.items(), key=lambda item: item[0])
@@ -165,6 +180,8 @@ async def prepare(
     `aliases` has every region that the request names, with the ranges checked.
     """
     outputs = validation.check(model, request)
+    correlation.check(model, request)
+    given, (model, request) = model, correlation.with_text(model, request)
     targets = {o.name: Target(aliases[o.region], o.offset, o.byte_size) for o in outputs if o.region}
     places = _places(model, request, targets)
     _check_overlap(model, request, places, aliases)
@@ -184,7 +201,7 @@ async def prepare(
     where = {output.name: places.get(output.name) for output in outputs}
     recipe = Recipe(model.name, model.version, inputs, where, 1, 1, FIRST, raw=True)
     plan = await client.prepare_recipe(recipe, model)
-    return Entry(plan, model, list(where), targets, direct=len(places) == len(targets))
+    return Entry(plan, model, list(where), targets, direct=len(places) == len(targets), text_id=model is not given)
 
 
 def _places(model: ModelMetadata, request: InferRequest, targets: Mapping[str, Target]) -> dict[str, TensorRef]:

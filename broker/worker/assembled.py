@@ -126,7 +126,10 @@ class _Batch:
         self._inputs: list[Operand] = []
         for index, tensor in enumerate(self._plan.inputs):
             self._gather(index, tensor)
+        carried = {tensor.name for tensor in self._plan.inputs}  # an id that is a string
         for control in assembly.controls:
+            if control.name in carried:
+                continue
             self._add(control.name, control.datatype, assembly.control(control, rows, self._sizes))
         for state in assembly.states:
             known = assembly.state_of(state, first)

@@ -175,6 +175,8 @@ class Scheduler:
             return False
         self._requests -= 1
         self._deadlines.remove(request)
+        if self.timed:
+            self._look_at_times()  # what followed in its sequence leaves too
         return True
 
     def _dequeue(self, request: Request) -> bool:

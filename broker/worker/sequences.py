@@ -20,6 +20,10 @@ from shm.errors import Code
 from shm.layout import SEQUENCE_END, SEQUENCE_START
 
 EXPIRED: Final[Verdict] = (Code.UNAVAILABLE, "timeout of the corresponding sequence has been expired")
+STOPPING: Final[Verdict] = (
+    Code.UNAVAILABLE,
+    "Server is stopping, scheduler for model has stopped accepting new inference requests",
+)
 
 _log = logging.getLogger(__name__)
 
@@ -116,8 +120,8 @@ class _Sequences:
                 f"inference request for sequence {request.sequence_id} {to_model} the START flag on the first request"
                 " of the sequence"
             )
-        if self._draining and request.sequence_id not in self._live:
-            return Code.UNAVAILABLE, f"model '{self._name}' is being unloaded and takes no new sequences"
+        if self._draining:
+            return STOPPING
         return None
 
     def drain(self) -> None:

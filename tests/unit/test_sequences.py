@@ -9,7 +9,7 @@ import pytest
 
 from broker.repository.scheduling import SequenceBatching
 from broker.worker.sequence import Sequence
-from broker.worker.sequences import EXPIRED, DirectSequences, OldestSequences
+from broker.worker.sequences import EXPIRED, STOPPING, DirectSequences, OldestSequences
 from shm.admission import Request
 from shm.layout import SEQUENCE_END, SEQUENCE_START
 
@@ -170,3 +170,49 @@ def test_random_walk(oldest: bool, seed: int) -> None:
     assert left == set(waiting)
     assert not queue._backlog
     assert not any(line for slots in queue._slots for line in slots)
+
+
+def test_new_sequences_are_refused_while_those_that_run_end() -> None:
+    queue = direct()
+    queue.add(request(1, START), 1)
+    queue.done(0, queue.take(1))
+    queue.drain()
+    assert queue.add(request(2, START), 2) == STOPPING
+    assert queue.add(request(1, END), 2) is None
+    assert [row and row.sequence_id for row in queue.take(2)] == [1]
+
+
+def test_hooks_hold_all_until_enough_wait() -> None:
+    queue = DirectSequences("m", SequenceBatching(), 1, 1, delay=3, backlog_delay=1)
+    for number, flags in ((1, START), (1, END)):
+        queue.add(request(number, flags), 1)
+        assert not queue.take(1)
+    queue.add(request(2, START), 1)
+    assert [row and row.sequence_id for row in queue.take(1)] == [1]
+
+
+def test_slots_fill_to_the_minimum_or_the_delay_passes() -> None:
+    queue = direct(4, minimum_slot_utilization=0.5, max_queue_delay_microseconds=10)
+    queue.add(request(1, START, 1), 1)
+    assert not queue.take(10_000)
+    assert queue.due() == 10_001
+    queue.add(request(2, START, 5_000), 5_000)
+    assert len(queue.take(5_000)) == 2
+    alone = direct(4, minimum_slot_utilization=0.5, max_queue_delay_microseconds=10)
+    alone.add(request(1, START, 1), 1)
+    assert len(alone.take(10_001)) == 1
+
+
+def test_oldest_prefers_sizes_and_joins_only_what_is_alike() -> None:
+    config = SequenceBatching(oldest=True, preferred_batch_size=(2,), max_queue_delay_microseconds=10)
+    queue = OldestSequences("m", config, 1, 8, batch=4)
+    queue.add(request(1, START, 1), 1)
+    assert not queue.take(1)
+    odd = request(2, START, 2)
+    odd.signature = object()
+    queue.add(odd, 2)
+    assert not queue.take(2)
+    for number in (3, 4):
+        queue.add(request(number, START, 3), 3)
+    assert [row and row.sequence_id for row in queue.take(3)] == [1, 3]
+    assert queue.take(10_002) == [odd]
