@@ -16,7 +16,7 @@ from broker.repository.scheduling import SequenceBatching
 from broker.worker.queues import Queue, Row
 from broker.worker.sequence import Sequence
 from shm.admission import Request, Verdict
-from shm.errors import Code
+from shm.errors import Code, InferError
 from shm.layout import SEQUENCE_END, SEQUENCE_START
 
 EXPIRED: Final[Verdict] = (Code.UNAVAILABLE, "timeout of the corresponding sequence has been expired")
@@ -62,6 +62,7 @@ class _Sequences:
         self._live: dict[int, _Line] = {}  # those whose END has not come
         self._lines: dict[Request, _Line] = {}  # of requests that wait or run
         self._backlog: OrderedDict[_Line, None] = OrderedDict()
+        self._patience: dict[_Line, int] = {}  # when those in the backlog end that have a request with a deadline
         self._quiet: OrderedDict[_Line, None] = OrderedDict()  # those that can time out, the longest idle first
         self._dropped: list[tuple[Request, Verdict]] = []  # they leave by `late`
         self._waiting = 0
@@ -98,6 +99,8 @@ class _Sequences:
         line.queue[request] = None
         self._lines[request] = line
         self._waiting += 1
+        if line.slot is None and request.deadline:
+            self._patience[line] = min(request.deadline, self._patience.get(line, request.deadline))
         if request.flags & SEQUENCE_END:
             line.ended = True
             del self._live[number]
@@ -136,7 +139,7 @@ class _Sequences:
         """Set `late_at`: the next time-out; 1 (at once) when `late` has something to hand out."""
         times = [1] if self._dropped else []
         times += [next(iter(self._quiet)).last + self._idle] if self._quiet else []
-        times += [request.deadline for line in self._backlog for request in line.queue if request.deadline]
+        times += self._patience.values()
         self.late_at = min(times, default=0)
 
     def done(self, instance: int, batch: Rows[Row]) -> None:
@@ -164,7 +167,7 @@ class _Sequences:
 
     def late(self, now: int) -> list[tuple[Request, Verdict]]:
         """End idle sequences, and those in the backlog with a request whose time-out has passed."""
-        for line in [line for line in self._backlog if any(0 < r.deadline <= now for r in line.queue)]:
+        for line in [line for line, until in self._patience.items() if until <= now]:
             self._end(line, EXPIRED)
         while self._quiet:
             line = next(iter(self._quiet))
@@ -181,6 +184,8 @@ class _Sequences:
 
     def _held(self) -> bool:
         delay, backlog = self._hold
+        if not (delay or backlog):
+            return False
         if self._waiting < delay or sum(len(line.queue) for line in self._backlog) < backlog:
             return True
         self._hold = (0, 0)
@@ -225,6 +230,7 @@ class _Sequences:
     def _release(self, line: _Line) -> None:
         self._quiet.pop(line, None)
         self._backlog.pop(line, None)
+        self._patience.pop(line, None)
         if line.slot is None:
             return
         instance, index = line.slot
@@ -245,6 +251,7 @@ class _Sequences:
         index = self._slots[instance].index(None)
         self._slots[instance][index] = line
         line.slot = (instance, index)
+        self._patience.pop(line, None)
         return True
 
 
@@ -306,6 +313,12 @@ def queue_for(config: ModelConfig, instances: int) -> Queue:
     """The scheduler of a model with `sequence_batching`."""
     batching = config.sequence_batching
     assert batching is not None
+    if batching.iterative_sequence:
+        raise InferError(
+            Code.UNSUPPORTED,
+            f"model '{config.name}' has iterative_sequence, which is not supported: send every step of a sequence as a"
+            " request",
+        )
     delay = _number("TRITONSERVER_DELAY_SCHEDULER")
     backlog = _number("TRITONSERVER_BACKLOG_DELAY_SCHEDULER")
     batch = max(1, config.max_batch_size)

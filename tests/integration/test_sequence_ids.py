@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,3 +107,13 @@ def test_an_error_names_the_id_that_the_client_gave(client, number):
         InferenceServerException, match=f"for sequence {number} to model 'plain' must specify the START"
     ):
         step(client, "plain", number, 1)
+
+
+def test_a_dead_worker_takes_its_sequences_along(broker, client):
+    """What they had added up is gone: the next step is told so, and a new start begins anew."""
+    assert step(client, "plain", 50, 1, start=True) == 1
+    (worker,) = broker.status()["workers"]
+    os.kill(worker["pid"], signal.SIGKILL)
+    with pytest.raises(InferenceServerException, match="for sequence 50 to model 'plain' must specify the START"):
+        step(client, "plain", 50, 1)
+    assert step(client, "plain", 50, 5, start=True) == 5

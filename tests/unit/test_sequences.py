@@ -216,3 +216,27 @@ def test_oldest_prefers_sizes_and_joins_only_what_is_alike() -> None:
         queue.add(request(number, START, 3), 3)
     assert [row and row.sequence_id for row in queue.take(3)] == [1, 3]
     assert queue.take(10_002) == [odd]
+
+
+def test_a_thousand_sequences_on_sixty_four_slots() -> None:
+    """Every step runs once, in its order, with the record of its own sequence; slots are always full enough."""
+    chance = random.Random(1)
+    queue = DirectSequences("m", SequenceBatching(max_sequence_idle_microseconds=10**9), 2, 32)
+    steps = dict.fromkeys(range(1, 1001), 0)
+    records: dict[int, object] = {}
+    due = 20
+    for now, number in enumerate(chance.sample([n for n in steps for _ in range(due)], 1000 * due), 1):
+        at = steps[number] = steps[number] + 1
+        assert queue.add(request(number, START if at == 1 else END if at == due else 0, now), now) is None
+    ran = dict.fromkeys(steps, 0)
+    while len(queue):
+        for instance in range(2):
+            rows = queue.take(10**6, instance)
+            assert len(rows) <= 32
+            for row in filter(None, rows):
+                ran[row.sequence_id] += 1
+                assert bool(row.flags & START) == (ran[row.sequence_id] == 1)
+                assert records.setdefault(row.sequence_id, row.sequence) is row.sequence
+            queue.done(instance, rows)
+    assert set(ran.values()) == {due}
+    assert len(set(map(id, records.values()))) == len(records)
