@@ -8,6 +8,7 @@ gets the string itself too, as one more input of the plan (`ModelMetadata.correl
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Hashable
 from dataclasses import replace
 from typing import Final
@@ -22,6 +23,10 @@ from shm.message_values import ModelMetadata
 
 MAX_TEXT: Final = 128  # bytes, as in Triton
 NO_SEQUENCE: Final = (0, False, False)
+# What schedulers of sequences say; Triton does not put the request's id before it.
+SAID: Final = re.compile(
+    r"inference request (for sequence|to model)|Server is stopping, scheduler|timeout of the corresponding sequence"
+)
 
 
 def sequence_of(request: InferRequest) -> tuple[int, bool, bool]:

@@ -326,6 +326,8 @@ def _told(error: InferError, request: InferRequest, aliases: Iterable[Alias]) ->
     code, message = error.code, error.message
     if _LOOKUP.match(message):
         return error
+    if correlation.SAID.match(message):
+        return InferError(code, correlation.in_words(message, request))
     for alias in aliases:
         message = message.replace(alias.region.name, alias.name)
     if message.startswith(_TOO_SMALL):
@@ -333,6 +335,5 @@ def _told(error: InferError, request: InferRequest, aliases: Iterable[Alias]) ->
     elif message.startswith(EXPIRED):
         message = EXPIRED
     else:
-        message = correlation.in_words(message, request)
         message = _STRINGS.sub(lambda found: f"{found[1]} for model '{request.model}'", message)
     return InferError(code, f"[request id: {request.id or UNKNOWN_ID}] {message}")
