@@ -105,7 +105,7 @@ def test_ids_that_a_model_cannot_take(client, model, number, text):
 def test_an_error_names_the_id_that_the_client_gave(client, number):
     with pytest.raises(
         InferenceServerException,
-        match=f"inference request for sequence {number} to model 'plain' must specify the START",
+        match=rf"^\[\S+\] inference request for sequence {number} to model 'plain' must specify the START",
     ):
         step(client, "plain", number, 1)
 
