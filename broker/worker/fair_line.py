@@ -1,7 +1,8 @@
 """Requests that wait in one line, with turns for the clients they come from.
 
 Used by `broker.worker.batcher`, one per priority level. A client is a channel: what one client sends stays in order,
-and one that sends much delays its own requests, not those of others. A client alone pays one comparison.
+and one that sends much delays its own requests, not those of others. A client alone pays one comparison. Clients are
+kept by `id`: a line must not keep the channel, and with it the memory, of a client whose last request has left.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import final
 
-from shm.admission import Publishes, Request
+from shm.admission import Request
 
 # First in, first out, and quick to take one from the middle: cancelling thousands must cost nobody else anything.
 Line = OrderedDict[Request, None]
@@ -23,9 +24,9 @@ class FairLine:
     __slots__ = ("_client", "_clients", "_own", "_passed")
 
     def __init__(self) -> None:
-        self._client: Publishes | None = None
+        self._client = 0
         self._own: Line = OrderedDict()
-        self._clients: OrderedDict[Publishes | None, Line] = OrderedDict()  # two or more, in the order of their turns
+        self._clients: OrderedDict[int, Line] = OrderedDict()  # two or more, in the order of their turns
         self._passed = False
 
     def __bool__(self) -> bool:
@@ -38,9 +39,9 @@ class FairLine:
 
     def add(self, request: Request) -> None:
         """Queue behind the others of its client."""
-        client = request.channel
+        client = id(request.channel)
         if not self._clients:
-            if client is self._client or not self._own:
+            if client == self._client or not self._own:
                 self._client = client
                 self._own[request] = None
                 return
@@ -92,9 +93,10 @@ class FairLine:
         at = 0
         while self._clients and at < len(batch):
             request = batch[at]
-            line = self._clients[request.channel]
+            client = id(request.channel)
+            line = self._clients[client]
             del line[request]
-            self._turn_over(request.channel, line)
+            self._turn_over(client, line)
             at += 1
         own = self._own
         if len(own) == len(batch) - at:
@@ -103,7 +105,7 @@ class FairLine:
             for _ in range(len(batch) - at):
                 own.popitem(last=False)
 
-    def _turn_over(self, client: Publishes | None, line: Line) -> None:
+    def _turn_over(self, client: int, line: Line) -> None:
         if line:
             self._clients.move_to_end(client)
             return
@@ -113,7 +115,7 @@ class FairLine:
 
     def has(self, request: Request) -> bool:
         """Does it wait here?"""
-        return request in self._clients.get(request.channel, ()) if self._clients else request in self._own
+        return request in self._clients.get(id(request.channel), ()) if self._clients else request in self._own
 
     def remove(self, request: Request) -> bool:
         """Drop one request; False when it is not here."""
@@ -122,10 +124,11 @@ class FairLine:
         if not self._clients:
             del self._own[request]
             return True
-        line = self._clients[request.channel]
+        client = id(request.channel)
+        line = self._clients[client]
         del line[request]
         if not line:
-            self._turn_over(request.channel, line)
+            self._turn_over(client, line)
         return True
 
     def heads(self) -> Iterator[Request]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections import deque
 
 import pytest
@@ -180,3 +182,22 @@ def test_every_request_leaves_once_and_a_client_keeps_its_order(seed):
     assert not waiting
     assert len(queue) == 0
     assert queue.late_at == 0
+
+
+class Channel:
+    """As much of a channel as a line sees: it is somebody's."""
+
+
+def test_a_line_keeps_no_client_whose_last_request_has_left():
+    """Its channel maps the client's memory: that must go with the client."""
+    queue = policed(1)
+    gone = []
+    for _ in range(3):
+        channels = [Channel() for _ in range(2)]
+        gone += map(weakref.ref, channels)
+        fill(queue, *(request for channel in channels for request in of(channel, 2)))
+        while queue.take(0):
+            pass
+        del channels
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 6
