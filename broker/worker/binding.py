@@ -138,7 +138,7 @@ def deliver(
     moves: list[tuple[Bytes, Bytes]] = []
     for tensor, array in zip(tensors, arrays, strict=True):
         data = serialized(tensor, array)
-        if data.size > tensor.place.byte_size:
+        if not (tensor.open and tensor.make_room(data.size)) and data.size > tensor.place.byte_size:
             raise InferError(
                 Code.INVALID_ARG,
                 f"shared memory size specified with the request for output '{tensor.name}' ({tensor.place.byte_size}"

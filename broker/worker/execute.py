@@ -35,6 +35,11 @@ def run_batch(instance: Instance, requests: list[Request], rows: Sequence[Row] =
     """
     instance.flush()  # in time, because whoever runs it next may be another thread
     now = _now()
+    ensemble = instance.model.ensemble
+    if ensemble is not None:  # the suspect of a recovery, alone
+        for request in requests:
+            ensemble.run_alone(request)
+        return
     assembly = instance.model.assembly
     if assembly is not None:
         run_assembled(instance, assembly, rows or requests, now)

@@ -16,6 +16,10 @@ def take_in(requests: list[Request]) -> list[Request]:
     for request in requests:
         plan = request.plan
         assert isinstance(plan, Plan)
+        ensemble = plan.model.ensemble if plan.model is not None else None
+        if ensemble is not None:
+            ensemble.begin(request)
+            continue
         cached = plan.model.cached if plan.model is not None else None
         (answered if cached is not None and cached.answer(request) else rest).append(request)
     if answered:

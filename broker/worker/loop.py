@@ -68,7 +68,10 @@ class Loop:
         """Watch a channel whose recovery has run."""
         self._block[statistics.RECOVERED] += len(recovered.suspects) + len(recovered.fresh)
         self._attached = [*self._attached, channel]
-        self._refuse(self.scheduler.adopt(recovered))
+        inner = [request for request in recovered.fresh if request.plan.model.ensemble is not None]  # type: ignore[union-attr]
+        fresh = [request for request in recovered.fresh if request not in inner]
+        take_in(inner)
+        self._refuse(self.scheduler.adopt(Recovered(recovered.suspects, fresh)))
         self._set.add(channel)
 
     def detach(self, channel: WorkerChannel) -> None:
@@ -81,6 +84,16 @@ class Loop:
     def release(self, channel: WorkerChannel) -> None:
         """Nothing of a detached channel runs any more."""
         self._attached = [other for other in self._attached if other is not channel]
+
+    def submit(self, requests: list[Request]) -> None:
+        """Queue steps of an ensemble, from any thread."""
+        inner = [request for request in requests if request.plan.model.ensemble is not None]  # type: ignore[union-attr]
+        if inner:
+            requests = [request for request in requests if request not in inner]
+            take_in(inner)
+        self._refuse(self.scheduler.add(requests))
+        if len(requests) > 1:
+            self.wake()  # the thread that ended the step before takes one of them
 
     def retire(self, model: LoadedModel) -> None:
         """Close a model once it has nothing left to do."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from broker.repository.config import InstanceGroup, ModelConfig
 from broker.worker.assembly import assembly_of
-from broker.worker.backends import Backend, Binding, Context, RuntimeModel
+from broker.worker.backends import Backend, Binding, Context, Operand, RuntimeModel
 from broker.worker.batcher import SingleQueue, lets_go, queue_for, scheduler_delay
 from broker.worker.in_order import InOrder
 from broker.worker.queues import Queue
@@ -27,6 +28,7 @@ from shm.errors import Code
 
 if TYPE_CHECKING:
     from broker.worker.cached import Cached
+    from broker.worker.ensemble import Ensemble
 
 FLUSH = 64  # inline executions remembered at most
 RECHECK = 100  # batches after which it is looked at again whether batching has come to pay
@@ -186,6 +188,18 @@ class Instance:
 
 
 @final
+class NoRuntime:
+    """An ensemble's: nothing is ever bound to it."""
+
+    def bind(self, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Binding:
+        """Never asked for."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """It holds nothing."""
+
+
+@final
 class LoadedModel:
     """One version of one model. `closed` says why it takes no requests any more."""
 
@@ -198,6 +212,7 @@ class LoadedModel:
         "closed",
         "config",
         "copied",
+        "ensemble",
         "free",
         "generation",
         "immediate",
@@ -226,6 +241,7 @@ class LoadedModel:
         self.immediate = batching is None or not batching.max_queue_delay_microseconds
         self.answers = config.ensemble is not None  # without an instance of its own; see also `keep_answers`
         self.cached: Cached | None = None
+        self.ensemble: Ensemble | None = None
         self.shares = 0  # since all that waits was last given to one instance
         most = config.max_batch_size
         self._may_share = self.immediate and batching is not None and batching.preferred_batch_size in ((), (most,))
@@ -283,6 +299,12 @@ class LoadedModel:
                 self.instances.append(instance)
                 warm_up(self.config, instance.runtime, self.shape)
         self.free = list(self.instances)
+
+    def load_ensemble(self, block: memoryview) -> None:
+        """What stands for the instances of an ensemble, which has none: statistics. Its steps run on members."""
+        self.instances = [Instance(self, self.name, NoRuntime(), block)]
+        self.free = list(self.instances)
+        self.alone = self.immediate = False
 
     def keep_answers(self, cached: Cached) -> None:
         """Before it serves. What is kept is read from the instances' own copies, so nothing runs on clients' memory."""

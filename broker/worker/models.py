@@ -12,6 +12,7 @@ from typing import final
 from broker.worker import backends
 from broker.worker.cache import ResponseCache
 from broker.worker.cached import Cached
+from broker.worker.ensemble import Ensemble
 from broker.worker.loop import Loop
 from broker.worker.messages import LoadInstances
 from broker.worker.model import MISSING, LoadedModel
@@ -54,8 +55,12 @@ class ModelTable:
         if directory is None:
             raise InferError(Code.NOT_FOUND, f"model '{config.name}' has no version {message.version}")
         try:
-            model.load(backends.find(config), directory, blocks)
-            cache = self._cache if config.response_cache and blocks else None
+            if config.ensemble is not None:
+                model.load_ensemble(blocks[0])
+                model.ensemble = Ensemble(model, self.bind, self._loop.submit)
+            else:
+                model.load(backends.find(config), directory, blocks)
+            cache = self._cache if config.response_cache and blocks and config.ensemble is None else None
             if blocks:
                 blocks[0][statistics.CACHED] = cache is not None
             if cache is not None:

@@ -55,6 +55,14 @@ class PlacedTensor:
         size = rows * self.row_bytes if rows and self.row_bytes else self.place.byte_size
         return self.region.snapshot(start, size)
 
+    def make_room(self, byte_size: int) -> bool:
+        """Make an open output in private memory exactly as large as a result. False: the memory is a client's."""
+        if self.region.info.kind != "private":
+            return False
+        self.region.grow(byte_size)
+        self.place = Placement(0, 0, byte_size, 1, byte_size)
+        return True
+
     def shape_of(self, rows: int) -> tuple[int, ...]:
         """The tensor's shape with its batch dimension set to `rows` (0: as prepared)."""
         return (rows, *self.shape[1:]) if rows and self.shape else self.shape

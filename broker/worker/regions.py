@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -37,6 +38,27 @@ class Region:
         # pool memory cannot, and needs no descriptor any more.
         if info.kind == "system":
             self._fd = os.dup(fd)
+
+    @classmethod
+    def private(cls, byte_size: int) -> Region:
+        """Memory of this process alone, for what goes from one step of an ensemble to the next."""
+        region = cls.__new__(cls)
+        region._fd = -1
+        region.info = AddRegion(
+            id=0, region=0, generation=0, name="", kind="private", byte_size=byte_size, offset=0, file_size=byte_size,
+            device=0, inode=0, writable=True,
+        )  # fmt: skip
+        region.retired = region.used = False
+        region.file_size = byte_size
+        region.bytes = np.empty(byte_size, np.uint8)
+        return region
+
+    def grow(self, byte_size: int) -> None:
+        """Private memory of at least this size; what was in it is lost when it has to grow."""
+        if byte_size > self.bytes.size:
+            size = 1 << (byte_size - 1).bit_length()
+            self.bytes = np.empty(size, np.uint8)
+            self.info = msgspec.structs.replace(self.info, byte_size=size, file_size=size)
 
     @property
     def identity(self) -> tuple[int, int]:
@@ -79,6 +101,10 @@ class RegionTable:
         key = info.region, info.generation
         if key not in self._regions:
             self._regions[key] = Region(info, fd)
+
+    def hold(self, number: int, region: Region) -> None:
+        """Name a region that is mapped already, for a step of an ensemble."""
+        self._regions[number, 0] = region
 
     def retire(self, region: int, generation: int) -> None:
         """No new plan may name it, and plans that do are closed by who asks this."""
