@@ -7,6 +7,7 @@ Pure, on what `broker.catalogue` knows; used by `broker.models`. The rules thems
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 from broker.catalogue import UNAVAILABLE, Catalogue
 from broker.repository import ensembles
@@ -38,6 +39,21 @@ def ensembles_of(catalogue: Catalogue, member: str) -> list[str]:
         if config is not None and config.ensemble is not None and member in members(config.ensemble):
             found.append(name)
     return found
+
+
+class Serving(Protocol):
+    """As much of the catalogue as `retryable` needs."""
+
+    def serving(self, model: str) -> ModelConfig | None:
+        """The configuration of the latest version that is ready."""
+
+
+def retryable(catalogue: Serving, config: ModelConfig) -> bool:
+    """May its requests run once more after a worker's death? Those of an ensemble as a whole, if every member's may."""
+    if config.ensemble is None:
+        return config.retryable
+    serving = [catalogue.serving(name) for name in members(config.ensemble)]
+    return config.retryable and all(member is not None and retryable(catalogue, member) for member in serving)
 
 
 def members_first(configs: Mapping[str, ModelConfig]) -> list[ModelConfig]:

@@ -153,7 +153,7 @@ async def trace_settings(parts: Parts, peer: Peer, request: TraceSettings) -> An
 
 def _is_ready(model: ModelMetadata) -> bool:
     """Triton's strict readiness: a version that was unloaded on purpose, or a model without any, does not count."""
-    idle = model.reason in ("", "unloaded") or model.reason.startswith("Not loaded: ")
+    idle = model.reason.partition(":")[0] in ("", "unloaded") or model.reason.startswith("Not loaded: ")
     return model.state == "READY" or (model.state == "UNAVAILABLE" and idle)
 
 

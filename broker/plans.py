@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol, final
 
+from broker.ensemble_members import retryable
 from broker.plan_check import check
 from broker.registry import RegionWorker, Registry
 from broker.repository.config import ModelConfig
@@ -39,6 +40,9 @@ class ModelLookup(Protocol):
 
     def config(self, model: str, version: str = "") -> tuple[ModelConfig, int]:
         """The final configuration and the version it resolves to."""
+
+    def serving(self, model: str) -> ModelConfig | None:
+        """The configuration of the latest version that is ready."""
 
     def worker_for(self, model: str, version: str) -> PlanWorker:
         """The worker that serves it."""
@@ -109,7 +113,7 @@ class Plans:
             rows=checked.rows,
             follow_latest=not request.version,
             refused_until_ns=self.refused_until_ns(session, request.model),
-            retryable=config.retryable,
+            retryable=retryable(self._models, config),
         )
         table.plans[index] = plan = _Plan(message, worker)
         try:

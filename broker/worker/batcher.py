@@ -17,7 +17,7 @@ from broker.worker import sequences
 from broker.worker.fair_line import FairLine
 from broker.worker.queues import Queue, Row
 from shm.admission import EXPIRED, Request, Verdict
-from shm.errors import Code
+from shm.errors import Code, InferError
 
 FULL: Verdict = (Code.UNAVAILABLE, "Exceeds maximum queue size")
 MISFITS = 16  # clients passed over for one batch at most, so that a look at the queue stays short
@@ -291,6 +291,12 @@ class DynamicBatcher:
 
 def queue_for(config: ModelConfig, instances: int) -> Queue:
     """The scheduler that a model's configuration asks for. Raises InferError where there is none."""
+    if config.decoupled:
+        raise InferError(
+            Code.UNSUPPORTED,
+            f"model '{config.name}' is decoupled (model_transaction_policy), which is not supported yet: requests get "
+            "one response each",
+        )
     if config.sequence_batching is not None:
         return sequences.queue_for(config, instances)
     batching = config.dynamic_batching

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from broker.catalogue import READY, UNAVAILABLE, Catalogue, Model, Version
 from broker.commands import check_repositories
-from broker.ensemble_members import ensembles_of, members_first, misfit
+from broker.ensemble_members import ensembles_of, members_first, misfit, retryable
 from broker.repository.config import ModelConfig
 from broker.statistics_blocks import StatisticsBlocks
 from shm.statistics import StatisticsPage
@@ -86,3 +87,14 @@ def test_check_compares_ensembles_with_their_members(repository, capsys):
     text = capsys.readouterr().out
     assert "inconsistent data type" in text
     assert "ensemble lonely contains models that are not available or ambiguous: nobody" in text
+
+
+def test_a_retry_is_for_ensembles_all_of_whose_members_allow_it(catalogue, repository):
+    above = config(repository, "above")
+    assert retryable(catalogue, above)
+    version = catalogue.known["b"].versions[1]
+    version.config = replace(version.config, stateful=True)  # a member of a member
+    assert not retryable(catalogue, above)
+    assert retryable(catalogue, config(repository, "a"))
+    del catalogue.known["b"]
+    assert not retryable(catalogue, above)
