@@ -198,7 +198,7 @@ class Loop:
                     self._refuse(scheduler.expired(now))
                 batch = scheduler.due(now)
             if batch is None and not found:
-                if self._park():
+                if (scheduler.running or self._parked) and self._park():
                     return None
                 channel = None  # this frame must not keep a closed channel's memory mapped while it sleeps
                 self._pause()
