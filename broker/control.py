@@ -17,7 +17,7 @@ from broker.channels import Channels
 from broker.gateway.options import LogOptions
 from broker.plans import ModelLookup, Plans
 from broker.principals import Principals
-from broker.records import Peer, RegionEntry, record, region_info
+from broker.records import GATEWAY, Peer, RegionEntry, record, region_info
 from broker.registry import Registry
 from broker.sessions import Answer, Session
 from broker.settings import LogState, TraceState
@@ -178,7 +178,8 @@ async def list_regions(control: Control, peer: Peer, request: messages.ListRegio
 
 async def prepare(control: Control, peer: Peer, request: messages.Prepare) -> Answer:
     """Check a plan and bind it."""
-    return Answer(await control.plans.prepare(peer.session, request))
+    owner = 0 if peer.role == GATEWAY else peer.session
+    return Answer(await control.plans.prepare(peer.session, request, owner))
 
 
 async def release(control: Control, peer: Peer, request: messages.Release) -> Answer:

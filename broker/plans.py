@@ -88,8 +88,11 @@ class Plans:
         self._tables: dict[int, _Table] = {}
         self._refused: dict[tuple[int, str], int] = {}  # (session, model) → until when, CLOCK_MONOTONIC ns
 
-    async def prepare(self, session: int, request: Prepare) -> Prepared:
-        """Check the plan, have its worker map what it names, bind it there; returns when the worker knows it."""
+    async def prepare(self, session: int, request: Prepare, owner: int = 0) -> Prepared:
+        """Check the plan, have its worker map what it names, bind it there; returns when the worker knows it.
+
+        `owner`: as `shm.admission.BoundPlan` has it.
+        """
         metadata = self._models.metadata(request.model, request.version)
         worker = self._models.worker_for(request.model, request.version)
         if request.worker not in ("", worker.key):
@@ -114,6 +117,7 @@ class Plans:
             follow_latest=not request.version,
             refused_until_ns=self.refused_until_ns(session, request.model),
             retryable=retryable(self._models, config),
+            owner=owner,
         )
         table.plans[index] = plan = _Plan(message, worker)
         try:

@@ -23,6 +23,7 @@ class BoundPlan(Protocol):
     input_positions: int
     output_positions: int
     rows: int
+    owner: int  # whose sequences its requests belong to; 0: those of all clients of the gateways, as in Triton
     retryable: bool
     closed: Verdict | None  # why no request is taken any more
     refused_until_ns: int  # CLOCK_MONOTONIC; 0 = not refused

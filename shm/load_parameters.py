@@ -75,9 +75,7 @@ def split(parameters: Mapping[str, str | bytes]) -> tuple[str | None, dict[str, 
     """Triton's load parameters: `config`, and `file:<path>` with the contents. Raises InferError INVALID_ARG."""
     config = parameters.get("config")
     if config is not None and not isinstance(config, str):
-        raise InferError(
-            Code.INVALID_ARG, "load parameter 'config' must be text: a configuration in JSON form"
-        )
+        raise InferError(Code.INVALID_ARG, "load parameter 'config' must be text: a configuration in JSON form")
     files: dict[str, bytes] = {}
     for name, value in parameters.items():
         if not name.startswith("file:"):

@@ -22,6 +22,7 @@ from shm import statistics
 from shm.admission import Request
 from shm.errors import Code, InferError
 
+MAX_PREPARED = 16  # per plan of a client, which chooses positions and rows: each holds the run's intermediate tensors
 Submit = Callable[[list[Request]], None]
 _now = time.monotonic_ns
 
@@ -291,6 +292,8 @@ class Run:
                 self._fail(error)
         if plan.model is model and plan.closed is None and self._prepared is not None:
             key = (-model.instances[0].number, request.input_position, request.output_position, request.rows)
+            if len(plan.bindings) >= MAX_PREPARED:
+                plan.bindings.pop(next(iter(plan.bindings)), None)
             plan.bindings[key] = self._prepared
         self._ensemble.ended(request, _now() - self._began)
         self._publish()

@@ -83,6 +83,7 @@ def step_plan(
         output_positions=1,
         rows=rows,
         follow_latest=version < 0,
+        owner=client.owner,
     )
     return Plan(message, table, Crowds(lambda: ()))
 

@@ -118,6 +118,7 @@ class BindPlan(LinkMessage, frozen=True, kw_only=True, tag=True):
     follow_latest: bool = True
     refused_until_ns: int = 0
     retryable: bool = True
+    owner: int = 0  # see `shm.admission.BoundPlan`
 
 
 class DropPlan(LinkMessage, frozen=True, kw_only=True, tag=True):

@@ -92,6 +92,7 @@ class Plan:
         "model_name",
         "output_positions",
         "outputs",
+        "owner",
         "reads",
         "refused_until_ns",
         "retryable",
@@ -111,6 +112,7 @@ class Plan:
         self.model: LoadedModel | None = None
         self.input_positions, self.output_positions = message.input_positions, message.output_positions
         self.rows = message.rows
+        self.owner = message.owner
         self.retryable = message.retryable
         self.refused_until_ns = message.refused_until_ns
         self.closed: Verdict | None = MISSING

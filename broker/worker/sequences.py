@@ -25,6 +25,7 @@ STOPPING: Final[Verdict] = (
     "Server is stopping, scheduler for model has stopped accepting new inference requests",
 )
 
+Key = tuple[int, int]  # whose it is, its id: equal ids of two native clients are two sequences
 _log = logging.getLogger(__name__)
 
 
@@ -32,9 +33,10 @@ _log = logging.getLogger(__name__)
 class _Line:
     """One sequence here: what waits of it, what runs, and the slot it holds (None: in the backlog)."""
 
-    __slots__ = ("ended", "last", "queue", "record", "running", "slot")
+    __slots__ = ("ended", "key", "last", "queue", "record", "running", "slot")
 
-    def __init__(self, record: Sequence) -> None:
+    def __init__(self, key: Key, record: Sequence) -> None:
+        self.key = key
         self.record = record  # of the request that was added last
         self.queue: OrderedDict[Request, None] = OrderedDict()
         self.running: Request | None = None
@@ -59,7 +61,7 @@ class _Sequences:
         self._idle = config.max_sequence_idle_microseconds * 1000
         self._wait = config.max_queue_delay_microseconds * 1000
         self._slots: list[list[_Line | None]] = [[None] * slots for _ in range(instances)]
-        self._live: dict[int, _Line] = {}  # those whose END has not come
+        self._live: dict[Key, _Line] = {}  # those whose END has not come
         self._lines: dict[Request, _Line] = {}  # of requests that wait or run
         self._backlog: OrderedDict[_Line, None] = OrderedDict()
         self._patience: dict[_Line, int] = {}  # when those in the backlog end that have a request with a deadline
@@ -78,12 +80,12 @@ class _Sequences:
         refusal = self._refusal(request)
         if refusal is not None:
             return refusal
-        number = request.sequence_id
-        line = self._live.get(number)
+        number, key = request.sequence_id, _key(request)
+        line = self._live.get(key)
         if request.flags & SEQUENCE_START:
             record = Sequence(number)
             if line is None:
-                line = self._live[number] = _Line(record)
+                line = self._live[key] = _Line(key, record)
                 if not self._place(line):
                     self._backlog[line] = None
             else:
@@ -103,7 +105,7 @@ class _Sequences:
             self._patience[line] = min(request.deadline, self._patience.get(line, request.deadline))
         if request.flags & SEQUENCE_END:
             line.ended = True
-            del self._live[number]
+            del self._live[key]
         self._touch(line, now)
         self._look()
         return None
@@ -117,7 +119,7 @@ class _Sequences:
         if not request.sequence_id:
             return Code.INVALID_ARG, f"inference request {to_model} a non-zero or non-empty correlation ID"
         if not request.flags & SEQUENCE_START:
-            if request.sequence_id in self._live:
+            if _key(request) in self._live:
                 return None
             return Code.INVALID_ARG, (
                 f"inference request for sequence {request.sequence_id} {to_model} the START flag on the first request"
@@ -221,8 +223,8 @@ class _Sequences:
             self._dropped.append((request, verdict))
         self._waiting -= len(line.queue)
         line.queue.clear()
-        if self._live.get(line.record.id) is line:
-            del self._live[line.record.id]
+        if self._live.get(line.key) is line:
+            del self._live[line.key]
         line.ended = True
         self._quiet.pop(line, None)
         self._settle(line)
@@ -326,6 +328,10 @@ def queue_for(config: ModelConfig, instances: int) -> Queue:
         return DirectSequences(config.name, batching, instances, batch, delay, backlog)
     candidates = max(1, batching.max_candidate_sequences)
     return OldestSequences(config.name, batching, instances, candidates, delay, backlog, batch)
+
+
+def _key(request: Request) -> Key:
+    return (0 if request.plan is None else request.plan.owner, request.sequence_id)
 
 
 def _ended(request: Request) -> int:

@@ -11,6 +11,7 @@ from broker.repository.scheduling import SequenceBatching
 from broker.worker.sequence import Sequence
 from broker.worker.sequences import EXPIRED, STOPPING, DirectSequences, OldestSequences
 from shm.admission import Request
+from shm.errors import Code
 from shm.layout import SEQUENCE_END, SEQUENCE_START
 
 START, END = SEQUENCE_START, SEQUENCE_END
@@ -240,3 +241,21 @@ def test_a_thousand_sequences_on_sixty_four_slots() -> None:
             queue.done(instance, rows)
     assert set(ran.values()) == {due}
     assert len(set(map(id, records.values()))) == len(records)
+
+
+def test_equal_ids_of_two_clients_are_two_sequences():
+    """A client can neither end another's sequence nor take a step on its state."""
+
+    class Owned:
+        def __init__(self, owner):
+            self.owner = owner
+
+    queue = OldestSequences("m", SequenceBatching(), 1, 4, batch=4)
+    first, second, stray = request(7, SEQUENCE_START), request(7, SEQUENCE_START), request(7)
+    for owner, each in ((1, first), (2, second), (3, stray)):
+        each.plan = Owned(owner)
+    assert queue.add(first, 1) is queue.add(second, 1) is None
+    assert first.sequence is not second.sequence
+    code, text = queue.add(stray, 1)
+    assert code == Code.INVALID_ARG
+    assert "must specify the START flag" in text
