@@ -7,3 +7,8 @@
 Absolute times belong to one machine and one minute. So every row is measured in several rounds that interleave all
 rows, every round measures the row's floor as well, and the tables show medians over rounds with the ratio to the floor.
 """
+
+import os
+
+# As in the broker's workers: the runtime of the floor, too, neither writes to the user's home nor calls anybody.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 FULL = os.environ.get("TENSORBROKER_FAULTS_FULL") == "1"  # the numbers of turns that take minutes
 SHM_BYTES = 64 << 20  # of the lab's own /dev/shm: what containers have unless told otherwise
 ALLOCATOR_MAPS = 24
-CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 1 << 18
+CLONE_FS, CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x200, 0x20000, 0x4000, 1 << 18
 GIVEAWAYS = re.compile(r"Traceback|site-packages|File \"|\.py\b|0x[0-9a-f]{6,}|\bat 0x")
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -126,6 +126,9 @@ class Lab:
     def enter_namespace(self) -> None:
         """Called in children, before they become something else: see the lab's /dev/shm."""
         if self.private:
+            # Libraries with fork handlers (gRPC's is one) start threads in a forked child, and only who shares its
+            # root and working directory with no other thread may enter a mount namespace.
+            _call(_libc.unshare(CLONE_FS), "unshare")
             _call(_libc.setns(self._namespace, CLONE_NEWNS), "setns")
 
     def end_children(self) -> None:

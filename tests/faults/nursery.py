@@ -105,14 +105,18 @@ class Nursery:
             before()
 
         with its:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.faults.child", str(its.fileno())],
-                env=environment,
-                pass_fds=[its.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                preexec_fn=in_child,
-            )
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "tests.faults.child", str(its.fileno())],
+                    env=environment,
+                    pass_fds=[its.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                    preexec_fn=in_child,
+                )
+            except BaseException:
+                self._control.close()
+                raise
 
     def start(self, function: Callable[..., Any], arguments: dict[str, Any], *, uid: int | None, valid: bool) -> Child:
         """A child that runs `function(**arguments)`."""

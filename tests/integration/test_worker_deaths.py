@@ -155,8 +155,10 @@ def test_zygote_and_workers_die_with_the_broker(journal: Journal) -> None:
         pidfds = [os.pidfd_open(int(pid)) for pid in broker.stdout.readline().split()]
         assert len(pidfds) == 2
         broker.kill()
+        broker.wait()
         for pidfd in pidfds:
             assert select.select([pidfd], [], [], 30)[0]
+        for pidfd in pidfds:  # only now: what ends before its parent is ours to reap when the parent has ended, too
             with contextlib.suppress(ChildProcessError):  # a worker may have been reaped by the zygote, else by us
                 os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
             os.close(pidfd)
