@@ -53,6 +53,7 @@ def check(model: ModelMetadata, request: Prepare, find: Callable[[str], RegionEn
 
     Raises InferError (INVALID_ARG, NOT_FOUND) naming the tensor, what was expected and what came.
     """
+    _check_responses(model, request)
     correlation = model.correlation
     text = correlation.name if correlation is not None and correlation.datatype == BYTES else None
     if correlation is not None and any(spec.name == text for spec in request.inputs):
@@ -64,8 +65,8 @@ def check(model: ModelMetadata, request: Prepare, find: Callable[[str], RegionEn
     sizes = symbol_sizes(model, request.inputs)
     _check_outputs_named(model, request.outputs)
     for spec in request.outputs:
-        _check_output(model, _named(model.outputs, spec.name), spec, rows, sizes)
-    _check_note(model, request.outputs)
+        _check_output(model, _named(model.outputs, spec.name), spec, rows, sizes, request.responses)
+    _check_note(model, request.outputs, 2 if request.responses else 1)
     inputs = [_place(model, spec, find, request.input_positions, output=False) for spec in request.inputs]
     outputs = [_place(model, spec, find, request.output_positions, output=True) for spec in request.outputs]
     _check_overlap(model, inputs, outputs, request.output_positions)
@@ -213,13 +214,25 @@ def _check_outputs_named(model: ModelMetadata, specs: Sequence[TensorSpec]) -> N
 
 
 def _check_output(
-    model: ModelMetadata, metadata: TensorMetadata, spec: TensorSpec, rows: int, sizes: dict[str, int]
+    model: ModelMetadata,
+    metadata: TensorMetadata,
+    spec: TensorSpec,
+    rows: int,
+    sizes: dict[str, int],
+    responses: int,
 ) -> None:
     if spec.datatype != metadata.datatype:
         raise _refuse(
             f"inference output '{spec.name}' data-type is '{spec.datatype}', but model '{model.name}' gives "
             f"'{metadata.datatype}'"
         )
+    if responses:
+        if spec.shape != (-1,) or spec.byte_size < responses or spec.byte_size % responses:
+            raise _refuse(
+                f"output '{spec.name}' of the decoupled model '{model.name}' must have the shape [-1] and room for "
+                f"{responses} responses of equal size, got {shape_text(spec.shape)} and {spec.byte_size} bytes"
+            )
+        return
     expected = output_shape(metadata, rows, sizes)
     # Strings are measured by their bytes, so their room says enough; elsewhere an open size must be the model's doing.
     allowed = len(expected) == len(spec.shape) and all(
@@ -243,8 +256,19 @@ def output_shape(metadata: TensorMetadata, rows: int, sizes: dict[str, int]) -> 
     return tuple(shape)
 
 
-def _check_note(model: ModelMetadata, specs: Sequence[TensorSpec]) -> None:
-    words = sum(1 + len(spec.shape) for spec in specs if -1 in spec.shape)
+def _check_responses(model: ModelMetadata, request: Prepare) -> None:
+    if model.decoupled and not request.responses:
+        raise _refuse(
+            f"model '{model.name}' is decoupled (model_transaction_policy): a request may have several responses or "
+            "none, so ask for a stream"
+        )
+    if request.responses and not model.decoupled:
+        raise _refuse(f"model '{model.name}' has exactly one response to a request, got places for {request.responses}")
+
+
+def _check_note(model: ModelMetadata, specs: Sequence[TensorSpec], own: int) -> None:
+    """`own`: words of each output beside its dimensions."""
+    words = sum(own + len(_named(model.outputs, spec.name).shape) for spec in specs if -1 in spec.shape)
     if words > MAX_OPEN_WORDS:
         raise _refuse(
             f"too many open output dimensions for model '{model.name}': the outputs with a -1 have {words} ranks and "

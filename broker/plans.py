@@ -118,6 +118,7 @@ class Plans:
             refused_until_ns=self.refused_until_ns(session, request.model),
             retryable=retryable(self._models, config),
             owner=owner,
+            responses=request.responses,
         )
         table.plans[index] = plan = _Plan(message, worker)
         try:

@@ -17,6 +17,8 @@ Dim = Annotated[int, msgspec.Meta(ge=-1, le=2**63 - 1)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Positions = Annotated[int, msgspec.Meta(ge=1, le=MAX_POSITIONS)]
+MAX_RESPONSES = 16  # places for responses that a client has not read; a request may have any number of responses
+Responses = Annotated[int, msgspec.Meta(ge=0, le=MAX_RESPONSES)]
 Shape = Annotated[tuple[Dim, ...], msgspec.Meta(max_length=64)]
 
 

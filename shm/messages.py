@@ -52,10 +52,11 @@ from shm.gateway_messages import (
     UseRegion,
 )
 from shm.message_values import MAX_POSITIONS as MAX_POSITIONS
+from shm.message_values import MAX_RESPONSES as MAX_RESPONSES
 from shm.message_values import Id as Id
 from shm.message_values import Message as Message
 from shm.message_values import ModelMetadata as ModelMetadata
-from shm.message_values import Name, Positions, Size, Text
+from shm.message_values import Name, Positions, Responses, Size, Text
 from shm.message_values import RegionRecord as RegionRecord
 from shm.message_values import TensorMetadata as TensorMetadata
 from shm.message_values import TensorSpec as TensorSpec
@@ -112,7 +113,11 @@ class ListRegions(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Prepare(Message, frozen=True, kw_only=True, tag=True):
-    """Checks a plan once and binds it to `worker` ("" = the broker chooses one that serves the model)."""
+    """Checks a plan once and binds it to `worker` ("" = the broker chooses one that serves the model).
+
+    `responses` is for decoupled models, and only for those: how many places for responses lie in one output position,
+    each `byte_size / responses` of every output, whose shape is then (-1,) (see `shm.responses`).
+    """
 
     model: Text
     version: Text = ""
@@ -121,6 +126,7 @@ class Prepare(Message, frozen=True, kw_only=True, tag=True):
     outputs: Annotated[tuple[TensorSpec, ...], msgspec.Meta(max_length=4096)]
     input_positions: Positions = 1
     output_positions: Positions = 1
+    responses: Responses = 0
 
 
 class Release(Message, frozen=True, kw_only=True, tag=True):

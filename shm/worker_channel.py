@@ -1,4 +1,4 @@
-"""The worker's side of a channel and its ledger: take, start, complete.
+"""The worker's side of a channel and its ledger: take, start, complete. What publishes lies in `shm.publishing`.
 
 Everything in the channel's memory is written by a process that may be hostile: each thing is read once, the copy is
 checked, and only the copy is used. What the worker trusts lies in the ledger, which clients never get.
@@ -8,10 +8,8 @@ Used by the worker's loop, by recovery, and by the broker as coroner. Knows noth
 from __future__ import annotations
 
 import mmap
-import os
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import final
 
 from shm.admission import BoundPlan, Request, admit
@@ -19,16 +17,8 @@ from shm.errors import Code
 from shm.layout import (
     ARMED,
     CANCEL,
-    COMPLETION,
-    CONSUMED,
-    CTAIL,
-    DONE,
-    FINAL,
     HEAD,
-    LEDGER_CTAIL,
     MARK,
-    NOTE_BYTES,
-    NOTED,
     PARKED,
     RING,
     SENT,
@@ -36,42 +26,24 @@ from shm.layout import (
     SUBMISSION,
     TAIL,
     TAKEN,
-    WAITING,
-    Geometry,
 )
-from shm.memory import map_words
-
-HOLD_NS = 200_000  # how long a sleeping client may be left asleep because its next requests are about to end
+from shm.publishing import Publisher
 
 
 @final
-class WorkerChannel:
+class WorkerChannel(Publisher):
     """Maps channel and ledger; borrows the descriptors (the caller closes them after `close`)."""
 
     __slots__ = (
-        "_completions",
-        "_ctail",
-        "_geometry",
         "_inline",
-        "_ledger",
-        "_ledger_memory",
-        "_memory",
         "_parked",
-        "_pipe",
-        "_ringing",
-        "_rung",
         "_submissions",
         "bell",
-        "broken",
         "head",
-        "held",
         "last_traffic",
-        "live",
-        "lock",
         "number",
         "plans",
         "refused",
-        "words",
     )
 
     def __init__(
@@ -84,31 +56,16 @@ class WorkerChannel:
         plans: Mapping[int, BoundPlan],
         number: int = 0,
     ) -> None:
-        geometry = self._geometry = Geometry(slots)
-        self._memory, self.words = map_words(memory_fd, geometry.channel_bytes)
-        self._ledger_memory, self._ledger = map_words(ledger_fd, geometry.ledger_bytes)
-        self.bell, self._pipe = bell_fd, pipe_fd
+        super().__init__(memory_fd, ledger_fd, pipe_fd, slots)
+        self.bell = bell_fd
         self.plans = plans  # plan word → plan, of this channel's session only
         self.number = number
-        self._submissions = geometry.submissions * 8
-        self._completions = geometry.completions * 8
-        self.live: list[Request | None] = [None] * slots
+        self._submissions = self._geometry.submissions * 8
         self._inline: list[Request | None] = [None] * slots  # used again and again by `peek`
-        self.lock = threading.Lock()  # take and complete: a late DONE must not overwrite a new TAKEN
         self.head = self._ledger[HEAD]
-        self._ctail = self._ledger[LEDGER_CTAIL]
         self._parked = 0  # since when (ns); 0: it is not
-        self._rung = 0  # the last stamp of WAITING that was rung for
-        self.held = 0  # since when (arrival of a request) a client that sleeps has not been woken; 0: it has
-        self._ringing = threading.Lock()  # ring and close: after it, the pipe's number may be another descriptor's
-        self.broken = ""
         self.refused = 0  # entries that broke a rule
         self.last_traffic = 0
-
-    @property
-    def geometry(self) -> Geometry:
-        """The layout both sides agreed on."""
-        return self._geometry
 
     @property
     def ledger(self) -> memoryview:
@@ -123,6 +80,7 @@ class WorkerChannel:
     def resume(self, head: int, committed: int) -> None:
         """Continue where a recovery found the ledger."""
         self.head, self._ctail = head, committed
+        self.remember_unread()
 
     def arm(self) -> None:
         """Ask to be rung; a fence and a last look at `pending` must follow before sleeping."""
@@ -261,113 +219,6 @@ class WorkerChannel:
             request.plan.busy[request.output_position] = 1  # type: ignore[union-attr]
             ledger[MARK + slot] = request.position << 16 | 1 << 8 | STARTED
             self.head = ledger[HEAD] = request.position
-
-    def start(self, requests: Sequence[Request]) -> None:
-        """Mark that the model is about to see the requests: `attempts` counts worker lives, not runs."""
-        ledger = self._ledger
-        for request in requests:
-            request.attempts = attempts = request.attempts + 1
-            ledger[MARK + request.slot] = request.position << 16 | attempts << 8 | STARTED
-
-    def complete(self, requests: Sequence[Request]) -> None:
-        """Publish the endings of `requests` with one store, from any thread. Each must be live on this channel."""
-        words, ledger, live, memory = self.words, self._ledger, self.live, self._memory
-        mask, completions = self._geometry.completion_mask, self._completions
-        with self.lock:
-            number = self._ctail
-            # An honest client always leaves room: unread finals + outstanding ≤ N, and there are 2N entries.
-            if not 0 <= number - words[CONSUMED] <= 2 * self._geometry.slots - len(requests):
-                self.broken = self.broken or "does not consume its completions"
-            for request in requests:
-                slot = request.slot
-                COMPLETION.pack_into(
-                    memory,
-                    completions + 64 * (number & mask),
-                    number + 1,
-                    request.position << 16 | slot,
-                    self._noted(request, number) if request.note else request.code | FINAL,
-                    request.queue_ns,
-                    request.input_ns,
-                    request.infer_ns,
-                    request.output_ns,
-                    request.copied,
-                )
-                # Before the commit: the client may reuse slot and range after it.
-                live[slot] = None
-                if request.started:
-                    request.plan.busy[request.output_position] = 0  # type: ignore[union-attr]
-                number += 1
-            words[CTAIL] = self._ctail = number  # the commit
-            for request in requests:
-                ledger[MARK + request.slot] = request.position << 16 | request.attempts << 8 | DONE
-            ledger[LEDGER_CTAIL] = number
-        waiting = words[WAITING]  # the lock's release above is the fence
-        if waiting and waiting != self._rung:
-            self._rung = waiting
-            self.ring()
-
-    def _noted(self, request: Request, number: int) -> int:
-        """Write the note beside completion `number`; the status word that says so."""
-        start = self._geometry.notes * 8 + NOTE_BYTES * (number & self._geometry.completion_mask)
-        self._memory[start : start + NOTE_BYTES] = request.note.ljust(NOTE_BYTES, b"\0")
-        return request.code | FINAL | NOTED
-
-    def finish(self, request: Request, more: bool = False) -> None:
-        """`complete` for one request that `begin` took and that ran well: the inline path's other half.
-
-        `more`: the client has more requests here that will not take long, so it is not woken for each of them. Whoever
-        says so calls `ring_held` when he stops running them.
-        """
-        words, ledger, slot = self.words, self._ledger, request.slot
-        position = request.position << 16
-        with self.lock:
-            number = self._ctail
-            if not 0 <= number - words[CONSUMED] < 2 * self._geometry.slots:
-                self.broken = self.broken or "does not consume its completions"
-            COMPLETION.pack_into(
-                self._memory,
-                self._completions + 64 * (number & self._geometry.completion_mask),
-                number + 1,
-                position | slot,
-                FINAL,
-                0,
-                0,
-                request.infer_ns,
-                0,
-                0,
-            )
-            self.live[slot] = None
-            request.plan.busy[request.output_position] = 0  # type: ignore[union-attr]
-            number += 1
-            words[CTAIL] = self._ctail = number  # the commit
-            ledger[MARK + slot] = position | 1 << 8 | DONE
-            ledger[LEDGER_CTAIL] = number
-        waiting = words[WAITING]  # the lock's release above is the fence
-        if waiting and waiting != self._rung:
-            if more and request.arrival - (self.held or request.arrival) < HOLD_NS:
-                self.held = self.held or request.arrival
-                return
-            self.held = 0
-            self._rung = waiting
-            self.ring()
-
-    def ring_held(self) -> None:
-        """Wake the client for what `finish` has not woken it for."""
-        self.held = 0
-        waiting = self.words[WAITING]
-        if waiting and waiting != self._rung:
-            self._rung = waiting
-            self.ring()
-
-    def ring(self) -> None:
-        """Wake the client. A full pipe means it has been rung already, a broken one that it is gone."""
-        with self._ringing:
-            if self._pipe < 0:
-                return
-            try:
-                os.write(self._pipe, b"\1")
-            except (BlockingIOError, BrokenPipeError):
-                pass
 
     def close(self) -> None:
         """Ring no more; drop plans and requests (which refer to the channel).

@@ -19,6 +19,7 @@ from __future__ import annotations
 import msgspec
 
 from broker.repository.config import ModelConfig
+from broker.repository.scheduling import Allowance
 from shm.messages import TensorSpec
 
 IN_USE, USED = "in use", "used"  # details of acknowledgements
@@ -29,12 +30,16 @@ class LinkMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
 
 
 class Start(LinkMessage, frozen=True, kw_only=True, tag=True):
-    """First message. `block` is the worker's own block in the statistics page. `cache_byte_size` 0: no such cache."""
+    """First message. `block` is the worker's own block in the statistics page. `cache_byte_size` 0: no such cache.
+
+    `rate_limit`: what there is of each resource that the command line names; None: no rate limiter.
+    """
 
     worker: str
     broker_pid: int
     block: int
     cache_byte_size: int = 0
+    rate_limit: tuple[Allowance, ...] | None = None
 
 
 class LoadInstances(LinkMessage, frozen=True, kw_only=True, tag=True):
@@ -119,6 +124,7 @@ class BindPlan(LinkMessage, frozen=True, kw_only=True, tag=True):
     refused_until_ns: int = 0
     retryable: bool = True
     owner: int = 0  # see `shm.admission.BoundPlan`
+    responses: int = 0  # see `shm.messages.Prepare`
 
 
 class DropPlan(LinkMessage, frozen=True, kw_only=True, tag=True):

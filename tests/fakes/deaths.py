@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from shm import recovery, worker_channel
+from shm import publishing, recovery, worker_channel
 from shm.admission import BoundPlan, Request
 from shm.errors import Code
 from shm.layout import ARMED, CODE_MASK, COMPLETION, CONSUMED, CTAIL, FINAL, LEDGER_CTAIL, MARK, WAITING
@@ -25,21 +25,31 @@ from tests.fakes.channel import NOW, PLAN, Plan, Twin
 LATER = NOW + 1_000_000  # the time in every life but the first
 DEADLINE = NOW + 1
 FRAGILE = PLAN + 1  # plan word of a model that must not run twice
-_TRACED = {worker_channel.__file__, recovery.__file__}
+_TRACED = {worker_channel.__file__, publishing.__file__, recovery.__file__}
 _STORING = {code for name, code in dis.opmap.items() if name == "STORE_SUBSCR" or name.startswith("CALL")}
 
 
 class Ask:
-    """A request that the client will make, and the endings it was told of: (code, "the worker died")."""
+    """A request that the client will make, and the endings it was told of: (code, "the worker died").
 
-    def __init__(self, cancel: str = "", deadline: int = 0, plan_word: int = PLAN) -> None:
+    `responses`: how many the model sends before its end; such a request must not run twice.
+    """
+
+    def __init__(self, cancel: str = "", deadline: int = 0, plan_word: int = PLAN, responses: int = 0) -> None:
         self.cancel = cancel  # "early": at once; "late": at the client's next step
         self.deadline = deadline
-        self.plan_word = plan_word
+        self.plan_word = FRAGILE if responses else plan_word
+        self.responses = responses
+        self.heard = 0
         self.endings: tuple[tuple[Code, bool], ...] = ()
 
     def settle(self, entry: tuple[int, ...], note: bytes) -> None:
-        assert entry[2] & FINAL
+        assert not self.endings, "something came after the ending"
+        if not entry[2] & FINAL:
+            assert entry[2] == Code.OK
+            self.heard += 1
+            assert self.heard <= self.responses
+            return
         self.endings += ((Code(entry[2] & CODE_MASK), note.startswith(DIED.encode())),)
 
 
@@ -51,6 +61,7 @@ class State(NamedTuple):
     runs: tuple[int, ...]
     idents: tuple[int, ...]
     endings: tuple[tuple[tuple[Code, bool], ...], ...]
+    heard: tuple[int, ...]
     client: tuple[Any, ...]
 
 
@@ -82,6 +93,7 @@ class World:
             tuple(self.runs),
             tuple(self.idents),
             tuple(ask.endings for ask in self.asks),
+            tuple(ask.heard for ask in self.asks),
             (client._tail, client._consumed, (*client._free,), (*client._positions,), (*client._pending,)),
         )
 
@@ -90,8 +102,8 @@ class World:
         self.observer.memory[: self._channel_bytes] = state.channel
         self._ledger_view[:] = state.ledger
         self.runs, self.idents = list(state.runs), list(state.idents)
-        for ask, endings in zip(self.asks, state.endings, strict=True):
-            ask.endings = endings
+        for ask, endings, heard in zip(self.asks, state.endings, state.heard, strict=True):
+            ask.endings, ask.heard = endings, heard
         client._tail, client._consumed = state.client[:2]
         client._free, client._positions, client._pending = map(list, state.client[2:])
 
@@ -153,6 +165,10 @@ class World:
             assert self.runs[index] <= (2 if ask.plan_word == PLAN else 1), "ran too often"
         if self.stores is not None:
             self.stores.look(whole=True)
+        for request in batch:
+            for _ in range(self.asks[request.request_id].responses):
+                while not worker.respond(request):
+                    self.client_step()
         worker.complete(batch)
 
     def life(self, now: int) -> None:

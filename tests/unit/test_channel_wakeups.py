@@ -12,7 +12,7 @@ import pytest
 from shm.client_channel import LATE_MS, SLEEP_MS
 from shm.errors import Code
 from shm.layout import ARMED, FINAL, SENT, WAITING
-from shm.worker_channel import HOLD_NS
+from shm.publishing import HOLD_NS
 from tests.fakes.channel import PLAN, Plan, Twin, submit, take
 
 

@@ -29,9 +29,10 @@ def live(world: World, state: State) -> None:
         ((code, died),) = ask.endings
         if died and not before and ident not in committed:
             attempts, step = marks[ident]
-            assert step == STARTED
+            assert step == STARTED or (step == RESPONDED and ask.responses)
             assert attempts == 2 or ask.plan_word == FRAGILE
         if not died:
+            assert ask.heard == ask.responses or ask.endings[0][0] != Code.OK, "a response is lost"
             allowed = {Code.OK}
             if ask.cancel:
                 allowed = {Code.CANCELLED} if ask.cancel == "early" else {Code.OK, Code.CANCELLED}
@@ -48,7 +49,7 @@ def inter(world: World, state: State) -> None:
     guilty = {
         ident: attempts
         for ident, (attempts, step) in marks.items()
-        if step == STARTED and (attempts == 2 or ident in fragile) and ident not in committed
+        if (step == RESPONDED or (step == STARTED and (attempts == 2 or ident in fragile))) and ident not in committed
     }
     endings = bury_in(world.twin, LATER)
     assert sorted(ending.attempts for ending in endings) == sorted(guilty.values())
@@ -77,6 +78,8 @@ WORLDS = {
     "a slot used again": (1, 1, [Ask(), Ask()], {OK, DIED}),
     "inline": (2, 0, [Ask(), Ask("late"), Ask(deadline=DEADLINE)], {OK, DIED, CANCELLED, EXPIRED}),
     "one by one": (2, 1, [Ask(), Ask("late")], {OK, DIED, CANCELLED}),
+    "several responses": (2, 2, [Ask(responses=2), Ask(), Ask(responses=1)], {OK, DIED}),
+    "more responses than the channel may leave unread": (1, 1, [Ask(responses=3)], {OK, DIED}),
     "must not run twice": (2, 2, [Ask(plan_word=FRAGILE), Ask(), Ask(plan_word=FRAGILE)], {OK, DIED}),
     "cancelled or expired": (
         2,
