@@ -56,12 +56,14 @@ class Owner(Protocol):
 
     blocks: StatisticsBlocks
     model_load_deaths: int
-    cache_byte_size: int
     ping_every_s: float
     ping_limit_s: float
     plans: PlanBook | None
     on_channel_broken: Callable[[int, str], None]
     on_model_lost: Callable[[str, int, int, str], None]
+
+    def first_message(self, worker: str, block: int) -> Start:
+        """What a new process of `worker` is told before anything else."""
 
     def quarantine(self, region: int, generation: int) -> None:
         """This region was truncated: no worker may map it again."""
@@ -288,8 +290,7 @@ class Worker:
 
     async def _bring_up(self, process: WorkerProcess) -> None:
         """Returns when it is ready, or will be dead."""
-        cache = self._owner.cache_byte_size
-        start = Start(worker=self.key, broker_pid=os.getpid(), block=self._block, cache_byte_size=cache)
+        start = self._owner.first_message(self.key, self._block)
         try:
             process.post(start, (self._owner.blocks.page.fd,))
             async with asyncio.timeout(ANSWER_S):

@@ -19,6 +19,8 @@ from broker.flags import Given, UsageError, boolean, integer
 from broker.gateway.options import GatewayOptions, LogOptions
 from broker.gateway_flags import EFFECTIVE as GATEWAY_FLAGS
 from broker.gateway_flags import gateway_options
+from broker.rate_limit_flags import rate_limit
+from broker.repository.scheduling import Allowance
 from broker.trace_flags import TraceOptions, trace_options
 from broker.triton_flags import BOOLEAN, REPEATED, SINGLE
 
@@ -43,6 +45,8 @@ EFFECTIVE = GATEWAY_FLAGS | frozenset(
         "model-namespacing",
         "model-repository",
         "model-store",
+        "rate-limit",
+        "rate-limit-resource",
         "repository-poll-secs",
         "response-cache-byte-size",
         "strict-model-config",
@@ -55,7 +59,10 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 @final
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What `serve` was asked to do. `triton`: every Triton flag that was given, by name, values as given."""
+    """What `serve` was asked to do. `triton`: every Triton flag that was given, by name, values as given.
+
+    `rate_limit`: what there is of each resource that was named; None: no rate limiter.
+    """
 
     model_repository: tuple[str, ...]
     directory: str | None
@@ -73,6 +80,7 @@ class Options:
     model_load_retries: int
     strict_readiness: bool
     cache_byte_size: int
+    rate_limit: tuple[Allowance, ...] | None
     log: LogOptions
     gateway: GatewayOptions
     trace: TraceOptions
@@ -82,6 +90,8 @@ class Options:
     def without_effect(self) -> list[str]:
         """Triton's flags that were given and change nothing here."""
         flags = {f"--{name}" for name in self.triton if name not in EFFECTIVE}
+        if "rate-limit-resource" in self.triton and self.rate_limit is None:
+            flags.add("--rate-limit-resource (without --rate-limit=execution_count)")
         if "repository-poll-secs" in self.triton and self.model_control_mode != "poll":
             flags.add("--repository-poll-secs (without --model-control-mode=poll)")
         return sorted(flags)
@@ -123,6 +133,7 @@ def parse_serve(arguments: Sequence[str]) -> Options:
         model_load_retries=max(0, given.integer("model-load-retry-count", 0)),
         strict_readiness=given.flag("strict-readiness", True),
         cache_byte_size=cache_byte_size(given),
+        rate_limit=rate_limit(given),
         log=log,
         gateway=replace(gateway_options(given), log=log),
         trace=trace_options(given),

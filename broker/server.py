@@ -67,9 +67,8 @@ class Server:
         version = distribution_version("tensorbroker")
         epoch = secrets.token_hex(8)
         blocks = StatisticsBlocks(StatisticsPage.create())
-        self._workers = Workers(
-            blocks, model_load_deaths=options.model_load_deaths, cache_byte_size=options.cache_byte_size
-        )
+        deaths, cache, limits = options.model_load_deaths, options.cache_byte_size, options.rate_limit
+        self._workers = Workers(blocks, model_load_deaths=deaths, cache_byte_size=cache, rate_limit=limits)
         self._models = Models(
             self._workers,
             LoadRequest(

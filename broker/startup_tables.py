@@ -34,7 +34,7 @@ def option_table(options: Options) -> str:
         *((f"startup_models_{index}", name) for index, name in explicit),
         ("strict_model_config", int(options.strict_model_config)),
         ("model_config_name", options.model_config_name),
-        ("rate_limit", "OFF"),
+        ("rate_limit", "OFF" if options.rate_limit is None else "EXEC_COUNT"),
         ("strict_readiness", int(options.strict_readiness)),
         ("exit_timeout", options.exit_timeout_secs),
         ("cache_enabled", int(options.cache_byte_size > 0)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import final
@@ -15,8 +16,10 @@ from typing import final
 from broker.coroner import PlanBook
 from broker.desired_state import STOPPING
 from broker.logical_worker import Worker
+from broker.repository.scheduling import Allowance
 from broker.statistics_blocks import StatisticsBlocks
 from broker.supervision import PING_EVERY_S, PING_LIMIT_S, HangWatch, Running, hang_limit_s
+from broker.worker.messages import Start
 from broker.zygote_link import Zygote
 from shm.errors import Code, InferError
 from shm.statistics import BATCH, BLOCK, EXPECTED, STARTED
@@ -55,6 +58,7 @@ class Workers:
         "ping_every_s",
         "ping_limit_s",
         "plans",
+        "rate_limit",
     )
 
     def __init__(
@@ -63,16 +67,19 @@ class Workers:
         *,
         model_load_deaths: int = 5,
         cache_byte_size: int = 0,
+        rate_limit: tuple[Allowance, ...] | None = None,
         entry: str = WORKER_ENTRY,
         ping_every_s: float = PING_EVERY_S,
         ping_limit_s: float = PING_LIMIT_S,
     ) -> None:
-        """`cache_byte_size`: of each worker's response cache (0: none). `entry`: the module whose `main(link)` is a
-        worker's life. `ping_limit_s`: of silence, then it is killed.
+        """`cache_byte_size`: of each worker's response cache (0: none). `rate_limit`: what there is of each resource,
+        per worker (None: no rate limiter). `entry`: the module whose `main(link)` is a worker's life.
+        `ping_limit_s`: of silence, then it is killed.
         """
         self.blocks = blocks
         self.model_load_deaths = model_load_deaths
         self.cache_byte_size = cache_byte_size
+        self.rate_limit = rate_limit
         self.ping_every_s = ping_every_s
         self.ping_limit_s = ping_limit_s
         self.plans: PlanBook | None = None
@@ -84,6 +91,16 @@ class Workers:
         self._hangs = HangWatch()
         self._watch: asyncio.Task[None] | None = None
         self._stopping = False
+
+    def first_message(self, worker: str, block: int) -> Start:
+        """What a new process of `worker` is told; `block`: its own in the statistics page."""
+        return Start(
+            worker=worker,
+            broker_pid=os.getpid(),
+            block=block,
+            cache_byte_size=self.cache_byte_size,
+            rate_limit=self.rate_limit,
+        )
 
     def of(self, key: str) -> Worker:
         """Raises InferError NOT_FOUND."""

@@ -129,6 +129,14 @@ class Resource(msgspec.Struct, frozen=True, kw_only=True):
     is_global: bool = False
 
 
+class Allowance(msgspec.Struct, frozen=True, kw_only=True):
+    """How much there is of a resource of the rate limiter. `device` None: on each device."""
+
+    name: str
+    count: int
+    device: int | None = None
+
+
 class WarmUpInput(msgspec.Struct, frozen=True, kw_only=True):
     """`dims` without batch dimension. `data` are the bytes of one batch element's file, for `kind` "file",
     and `path` is that file.

@@ -51,6 +51,10 @@ class SingleQueue:
         self._waiting -= 1
         return [self._line.pop()]
 
+    def wants(self, now: int, instance: int = 0) -> bool:
+        """Is anything queued?"""
+        return self._waiting > 0
+
     def due(self) -> int:
         """When the oldest request came: it never waits for others. 0 when nothing is queued."""
         return min((request.arrival for request in self._line.heads()), default=0)
@@ -228,6 +232,12 @@ class DynamicBatcher:
         if closed or waited or not self._delay or rows >= self._largest_preferred or chosen[0].signature is None:
             return self._pop(chosen)
         return []
+
+    def wants(self, now: int, instance: int = 0) -> bool:
+        """Does what waits make a batch by now? Rows are not counted, so one of large requests may count later."""
+        if self._waiting <= (self._hold - 1 if self._hold else 0):
+            return False
+        return self._waiting >= min(self._preferred) or now >= self.due()
 
     def due(self) -> int:
         """When the oldest request will have waited long enough; 0 when nothing is queued."""

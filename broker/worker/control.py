@@ -24,6 +24,7 @@ from broker.worker.loop import DEPOSE_NS, Loop
 from broker.worker.models import ModelTable
 from broker.worker.overlap import Crowds
 from broker.worker.plans import Plan
+from broker.worker.rate_limiter import RateLimiter
 from broker.worker.regions import Region, RegionTable
 from shm import recovery, sockets
 from shm.errors import Code, InferError
@@ -39,11 +40,14 @@ _now = time.monotonic_ns
 class Control:
     """One per process; `run` is the main thread's loop."""
 
-    def __init__(self, to_broker: Link, page: StatisticsPage, own_block: int, cache_byte_size: int = 0) -> None:
+    def __init__(self, to_broker: Link, page: StatisticsPage, start: messages.Start) -> None:
         self._link = to_broker
         self._page = page
         self._watch_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._loop = Loop(page.block(own_block), self._report_broken, self._watch_fd)
+        own_block = page.block(start.block)
+        self._loop = Loop(own_block, self._report_broken, self._watch_fd)
+        if start.rate_limit is not None:
+            self._loop.scheduler.limiter = RateLimiter(start.rate_limit)
         self._regions = RegionTable()
         self._crowds = Crowds(self._loop.live_requests)
         self._leaving: list[Plan] = []  # closed plans whose memory is let go when their last request has ended
@@ -53,7 +57,7 @@ class Control:
         self._sessions: dict[int, int] = {}  # channel → session
         self._served: dict[int, dict[int, WorkerChannel]] = {}  # session → its channels, detached ones until idle
         self._fds: dict[int, tuple[int, int]] = {}  # channel → its doorbell and pipe
-        cache = ResponseCache(cache_byte_size, page.block(own_block)) if cache_byte_size else None
+        cache = ResponseCache(start.cache_byte_size, own_block) if start.cache_byte_size else None
         self._models = ModelTable(self._loop, cache)
         self._waits: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         self._threads = 0

@@ -157,8 +157,8 @@ class Loop:
                 if self._parked:
                     break  # to look at the channels first
                 batch = self.scheduler.due(_now())
-                if (batch is None or was_alone) and self.scheduler.waiting():
-                    self.wake()  # the leader may sleep because this instance was taken
+                if (batch is None or was_alone or self.scheduler.limiter) and self.scheduler.waiting():
+                    self.wake()  # the leader may sleep because this instance, or what the limiter gave it, was taken
 
     def _lead(self, term: int) -> Batch | None:
         """Returns a batch to run without the lead, or None when the lead was lost or the worker stops."""

@@ -20,6 +20,7 @@ from broker.worker.backends import Backend, Binding, Context, Operand, RuntimeMo
 from broker.worker.batcher import SingleQueue, lets_go, queue_for, scheduler_delay
 from broker.worker.in_order import InOrder
 from broker.worker.queues import Queue
+from broker.worker.rate_limiter import Claim
 from broker.worker.reshape import reshapes
 from broker.worker.warm_up import warm_up
 from shm import statistics
@@ -209,6 +210,7 @@ class LoadedModel:
         "answers",
         "assembly",
         "cached",
+        "claims",
         "closed",
         "config",
         "copied",
@@ -241,6 +243,7 @@ class LoadedModel:
         self.immediate = batching is None or not batching.max_queue_delay_microseconds
         self.answers = config.ensemble is not None  # without an instance of its own; see also `keep_answers`
         self.cached: Cached | None = None
+        self.claims: tuple[Claim, ...] = ()  # of its instances; () when no rate limiter has a say
         self.ensemble: Ensemble | None = None
         self.shares = 0  # since all that waits was last given to one instance
         most = config.max_batch_size
@@ -305,6 +308,11 @@ class LoadedModel:
         self.instances = [Instance(self, self.name, NoRuntime(), block)]
         self.free = list(self.instances)
         self.alone = self.immediate = False
+
+    def limit(self, claims: tuple[Claim, ...]) -> None:
+        """Before it serves: its instances run only as the rate limiter lets them, so nothing runs at once."""
+        self.claims = claims
+        self.alone = self.immediate = self._may_share = False
 
     def keep_answers(self, cached: Cached) -> None:
         """Before it serves. What is kept is read from the instances' own copies, so nothing runs on clients' memory."""

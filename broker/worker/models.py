@@ -55,6 +55,7 @@ class ModelTable:
         if directory is None:
             raise InferError(Code.NOT_FOUND, f"model '{config.name}' has no version {message.version}")
         try:
+            self._loop.scheduler.admit(model)
             if config.ensemble is not None:
                 model.load_ensemble(blocks[0])
                 model.ensemble = Ensemble(model, self.bind, self._loop.submit)
@@ -66,6 +67,7 @@ class ModelTable:
             if cache is not None:
                 model.keep_answers(Cached(cache, config.name, model.version, model.generation, blocks[0]))
         except BaseException:
+            self._loop.scheduler.forget(model)
             model.close()
             raise
         with self.lock:

@@ -27,5 +27,5 @@ def main(sock: socket.socket) -> NoReturn:
     start, fds = received
     if not isinstance(start, Start) or len(fds) != 1:
         os._exit(2)
-    Control(link, StatisticsPage(fds[0]), start.block, start.cache_byte_size).run()
+    Control(link, StatisticsPage(fds[0]), start).run()
     os._exit(0)

@@ -36,6 +36,9 @@ class Queue(Protocol):
         """The next batch for the free instance with this index in its model, or () when there is none or it is worth
         waiting until `due`. `most`: at most so many requests (0: as many as fit)."""
 
+    def wants(self, now: int, instance: int = 0) -> bool:
+        """Would `take` give this instance something? Asked when it may not run yet (`broker.worker.rate_limiter`)."""
+
     def due(self) -> int:
         """When to ask `take` again although nothing else happens before; 0: nothing will change by itself."""
 

@@ -5,16 +5,16 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
+from broker.worker.deadlines import Deadlines
 from broker.worker.model import MISSING, Instance, LoadedModel
 from broker.worker.plans import Plan
 from broker.worker.queues import Row
+from broker.worker.rate_limiter import Pool, RateLimiter, claims_of
 from broker.worker.turn import Turn
 from shm import statistics
 from shm.admission import EXPIRED, Request, Verdict
@@ -59,49 +59,11 @@ class Batch:
 
 
 @final
-class Deadlines:
-    """Those of the queued requests, the earliest first."""
-
-    __slots__ = ("_entries", "_heap", "_order")
-
-    def __init__(self) -> None:
-        self._entries: dict[Request, list[Any]] = {}
-        self._heap: list[list[Any]] = []  # deadline, number, request; None = it is not queued any more
-        self._order = itertools.count()
-
-    def earliest(self) -> int:
-        """0 = none."""
-        while self._heap and self._heap[0][2] is None:
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else 0
-
-    def add(self, request: Request) -> None:
-        """A request that has one is queued."""
-        entry = self._entries[request] = [request.deadline, next(self._order), request]
-        heapq.heappush(self._heap, entry)
-
-    def remove(self, request: Request) -> None:
-        """It is queued no more. Most never get near their deadline: what they leave behind goes in one sweep."""
-        entry = self._entries.pop(request, None)
-        if entry is not None:
-            entry[2] = None  # the request keeps its channel's memory mapped
-            if len(self._heap) > 2 * len(self._entries) + 64:
-                self._heap = [entry for entry in self._heap if entry[2] is not None]
-                heapq.heapify(self._heap)
-
-    def passed(self, now: int) -> list[Request]:
-        """Take out those whose deadline has passed."""
-        late: list[Request] = []
-        while 0 < self.earliest() <= now:
-            request = heapq.heappop(self._heap)[2]
-            del self._entries[request]
-            late.append(request)
-        return late
-
-
-@final
 class Scheduler:
-    """Queues and what is running. `deadline` is the earliest of the queued requests, 0 = none."""
+    """Queues and what is running. `deadline` is the earliest of the queued requests, 0 = none.
+
+    `limiter`: None without a rate limiter; set before the first model is loaded.
+    """
 
     def __init__(self, turn: Turn) -> None:
         self.lock = threading.Lock()
@@ -115,6 +77,8 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._requests = 0  # queued and running, those that the leader ran at once not counted
         self.retired: list[LoadedModel] = []  # unloaded or replaced, still at work
+        self.limiter: RateLimiter | None = None
+        self._held: set[LoadedModel] = set()  # those whose next batch the limiter does not let run yet
         self._turn = turn
 
     def add(self, requests: list[Request]) -> list[Refused]:
@@ -206,7 +170,7 @@ class Scheduler:
 
     def growing(self) -> bool:
         """Does a queue wait for more requests although an instance is free? A hint, taken without the lock."""
-        return any(model.free for model in tuple(self.queued))
+        return any(model.free for model in tuple(self.queued) if model not in self._held)
 
     def saturated(self) -> bool:
         """Is every instance at work, so that nothing that comes could begin before a batch ends?"""
@@ -230,10 +194,42 @@ class Scheduler:
                 return None
             if self.suspects:
                 return self._next_suspect()
+            if self.limiter is not None:
+                return self._due_within_limits(self.limiter, now)
             for model in list(self.queued):
                 batch = self._due_of(model, now)
                 if batch is not None:
                     return batch
+        return None
+
+    def _due_within_limits(self, limiter: RateLimiter, now: int) -> Batch | None:
+        """Models take turns as ever; those that the limiter has a say in are as one of them."""
+        self._held.clear()
+        asked = False
+        for model in list(self.queued):
+            if model.claims and asked:
+                continue
+            asked = asked or bool(model.claims)
+            batch = self._due_of_limited(limiter, now) if model.claims else self._due_of(model, now)
+            if batch is not None:
+                return batch
+        return None
+
+    def _due_of_limited(self, limiter: RateLimiter, now: int) -> Batch | None:
+        free = [instance for model in self.queued if model.claims for instance in model.free]
+        kept: set[Pool] = set()
+        for instance in sorted(free, key=lambda each: limiter.turn(each.model.claims[each.index])):
+            model = instance.model
+            claim = model.claims[instance.index]
+            if limiter.fits(claim, kept):
+                rows = model.queue.take(now, instance.index)
+                if rows:
+                    limiter.begin(claim)
+                    model.free.remove(instance)
+                    return self._taken(model, instance, rows)
+            elif model.queue.wants(now, instance.index):
+                kept.update(claim.needs)
+                self._held.add(model)
         return None
 
     def _due_of(self, model: LoadedModel, now: int) -> Batch | None:
@@ -244,12 +240,15 @@ class Scheduler:
                 return None
             rows = model.queue.take(now, instance.index, model.share(instance))
             if rows:
-                self._unlist(model)
-                if len(model.queue):
-                    self.queued.append(model)  # behind the others: they get their turn
-                return self._begin(Batch(instance, [row for row in rows if row is not None], rows))
+                return self._taken(model, instance, rows)
             model.free.insert(0, instance)  # the next one is another one
         return None
+
+    def _taken(self, model: LoadedModel, instance: Instance, rows: Sequence[Row]) -> Batch:
+        self._unlist(model)
+        if len(model.queue):
+            self.queued.append(model)  # behind the others: they get their turn
+        return self._begin(Batch(instance, [row for row in rows if row is not None], rows))
 
     def _begin(self, batch: Batch) -> Batch:
         self.running += 1
@@ -275,6 +274,8 @@ class Scheduler:
             instance = batch.instance
             if not batch.alone:
                 instance.model.queue.done(instance.index, batch.rows)
+                if instance.model.claims and self.limiter is not None:
+                    self.limiter.end(instance.model.claims[instance.index])
             instance.model.free.append(instance)
             self.running -= 1
             self._requests -= len(batch.requests)
@@ -309,9 +310,24 @@ class Scheduler:
             until = [self.deadline] if self.deadline else []
             for model in self.queued:
                 model.instances[0].block[statistics.PENDING] = len(model.queue)
-                if model.free and not (self.alone or self.suspects) and (due := model.queue.due()):
+                if not model.free or self.alone or self.suspects or model in self._held:
+                    continue
+                if due := model.queue.due():
                     until.append(due)
             return min(until, default=0), bool(self.queued or self.suspects or self.running)
+
+    def admit(self, model: LoadedModel) -> None:
+        """Its instances may run as the limiter lets them. Raises InferError when it can never let them."""
+        if self.limiter is not None and (claims := claims_of(model.config.instance_group)):
+            with self.lock:
+                self.limiter.admit(claims)
+            model.limit(claims)
+
+    def forget(self, model: LoadedModel) -> None:
+        """It was admitted, and runs no more."""
+        if self.limiter is not None and model.claims:
+            with self.lock:
+                self.limiter.remove(model.claims)
 
     def serve(self, models: Sequence[LoadedModel]) -> None:
         """These take new requests from now on."""
@@ -332,6 +348,7 @@ class Scheduler:
             self.retired = [m for m in self.retired if m not in done]
             self.timed = [m for m in self.timed if m not in done]
         for model in done:
+            self.forget(model)
             model.close()
 
 

@@ -144,6 +144,14 @@ class _Sequences:
         times += self._patience.values()
         self.late_at = min(times, default=0)
 
+    def wants(self, now: int, instance: int = 0) -> bool:
+        """Would `take` give this instance something?"""
+        return bool(self._next(now, instance))
+
+    def _next(self, now: int, instance: int, most: int = 0) -> list[_Line]:
+        """The lines of this instance whose requests run now."""
+        raise NotImplementedError
+
     def done(self, instance: int, batch: Rows[Row]) -> None:
         """Those that ran leave their sequences; one whose END has run frees its slot."""
         for row in batch:
@@ -263,17 +271,24 @@ class DirectSequences(_Sequences):
 
     def take(self, now: int, instance: int = 0, most: int = 0) -> Rows[Row]:
         """Rows up to the highest occupied slot, when one of them has a request."""
-        slots = self._slots[instance]
-        ready = [line for line in slots if line is not None and line.ready()]
-        if not ready or self._held():
+        ready = self._next(now, instance)
+        if not ready:
             return ()
-        if self._wait and len(ready) < self._config.minimum_slot_utilization * len(slots):
-            oldest = min(next(iter(line.queue)).arrival for line in ready)
-            if now - oldest < self._wait:
-                return ()
+        slots = self._slots[instance]
         chosen = set(ready[: most or None])
         highest = max(index for index, line in enumerate(slots) if line is not None)
         return [self._start(line, now) if line in chosen else None for line in slots[: highest + 1]]
+
+    def _next(self, now: int, instance: int, most: int = 0) -> list[_Line]:
+        slots = self._slots[instance]
+        ready = [line for line in slots if line is not None and line.ready()]
+        if not ready or self._held():
+            return []
+        if self._wait and len(ready) < self._config.minimum_slot_utilization * len(slots):
+            oldest = min(next(iter(line.queue)).arrival for line in ready)
+            if now - oldest < self._wait:
+                return []
+        return ready
 
 
 @final
@@ -295,9 +310,12 @@ class OldestSequences(_Sequences):
 
     def take(self, now: int, instance: int = 0, most: int = 0) -> Rows[Row]:
         """Up to the batch size; a smaller batch than preferred waits for the queue delay."""
+        return [self._start(line, now) for line in self._next(now, instance, most)]
+
+    def _next(self, now: int, instance: int, most: int = 0) -> list[_Line]:
         ready = [line for line in self._slots[instance] if line is not None and line.ready()]
         if not ready or self._held():
-            return ()
+            return []
         ready.sort(key=lambda line: next(iter(line.queue)).arrival)
         heads = [next(iter(line.queue)) for line in ready]
         signature = heads[0].signature
@@ -307,8 +325,8 @@ class OldestSequences(_Sequences):
         waited = now - heads[0].arrival >= self._wait
         preferred = max((size for size in self._config.preferred_batch_size if size <= count), default=0)
         if not waited and count < most and not preferred and signature is not None:
-            return ()
-        return [self._start(line, now) for line in fitting[: count if waited or not preferred else preferred]]
+            return []
+        return fitting[: count if waited or not preferred else preferred]
 
 
 def queue_for(config: ModelConfig, instances: int) -> Queue:

@@ -44,6 +44,8 @@ VALUES = {
     "metrics-config": "summary_latencies=true",
     "trace-config": "level=TIMESTAMPS",
     "cache-config": "local,size=1048576",
+    "rate-limit": "execution_count",
+    "rate-limit-resource": "resource1:4:0",
     "trace-level": "OFF",
 }
 
@@ -74,9 +76,12 @@ def test_the_beginning_of_a_flag_is_enough_where_it_is_one():
 
 def test_flags_without_effect_are_named_once_each():
     options = parse_serve(
-        [REPOSITORY, "--host-policy=1", "--host-policy=2", "--exit-on-error=false", "--rate-limit=off"]
+        [REPOSITORY, "--host-policy=1", "--host-policy=2", "--exit-on-error=false", "--rate-limit-resource=r:1"]
     )
-    assert options.without_effect == ["--host-policy", "--rate-limit"]
+    assert options.without_effect == [
+        "--host-policy",
+        "--rate-limit-resource (without --rate-limit=execution_count)",
+    ]
     assert not options.exit_on_error
     polling = [REPOSITORY, "--repository-poll-secs=3", "--model-control-mode"]
     assert parse_serve([*polling, "poll"]).without_effect == []

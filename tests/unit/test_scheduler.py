@@ -43,7 +43,9 @@ class Models:
         self._blocks = iter(range(100))
         self.runtimes: dict[LoadedModel, Runtime] = {}
 
-    def __call__(self, count: int = 1, batch: int = 0, delay: int = 0) -> LoadedModel:
+    def __call__(
+        self, count: int = 1, batch: int = 0, delay: int = 0, groups: tuple[InstanceGroup, ...] = ()
+    ) -> LoadedModel:
         config = ModelConfig(
             name="m",
             platform="",
@@ -54,7 +56,7 @@ class Models:
             max_batch_size=batch,
             input=(),
             output=(),
-            instance_group=(InstanceGroup(name="m", count=count),),
+            instance_group=groups or (InstanceGroup(name="m", count=count),),
             dynamic_batching=DynamicBatching(max_queue_delay_microseconds=delay) if batch else None,
         )
         model = LoadedModel(config, 1, 1)
