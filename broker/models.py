@@ -131,8 +131,6 @@ class Models(Catalogue):
         changes = self._watch.look(now)
         for name in changes.deleted:
             await self._unload_all(name)
-            if name in self.known and not self.known[name].versions:
-                del self.known[name]
         if changes.changed:
             await self._load_many(changes.changed, lambda done, total: None)
         return changes.restless
@@ -299,6 +297,8 @@ class Models(Catalogue):
         async with self._turn(name):
             model.failure = ""
             problems = await self._life.unload(name, model.versions, reason)
+            if not model.versions and self.known.get(name) is model:  # it never served: nothing to say of it any more
+                del self.known[name]
         await self._changed(name)
         return problems
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from broker.repository.config import InstanceGroup, ModelConfig
 from broker.worker.assembly import assembly_of
-from broker.worker.backends import Backend, Binding, Context, Operand, RuntimeModel
+from broker.worker.backends import Backend, Binding, Context, Operand, RuntimeModel, load_instance
 from broker.worker.batcher import SingleQueue, lets_go, queue_for, scheduler_delay
 from broker.worker.in_order import InOrder
 from broker.worker.queues import Queue
@@ -298,7 +298,7 @@ class LoadedModel:
             for number in range(group.count):
                 name = f"{group.name}_{number}"
                 context = Context(self.config, self.version, directory, group, name)
-                instance = Instance(self, name, backend.load(context), next(places), len(self.instances))
+                instance = Instance(self, name, load_instance(backend, context), next(places), len(self.instances))
                 self.instances.append(instance)
                 warm_up(self.config, instance.runtime, self.shape)
         self.free = list(self.instances)

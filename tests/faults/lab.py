@@ -271,7 +271,8 @@ class Lab:
             assert alive(worker["pid"]), f"S5: {worker} is dead"
             assert worker["lost_wakeups"] == 0, f"S5: {worker}"
         for model in status["models"]:
-            assert model["state"] == "READY", f"S5: {model}"
+            unloaded = model["state"] == "UNAVAILABLE" and model["reason"] == "unloaded"
+            assert model["state"] == "READY" or unloaded, f"S5: {model}"
         if not holders:
             pids = sorted(visitors(status))
             assert pids == sorted((os.getpid(), self._canary.pid)), f"S5: sessions {status['sessions']}"

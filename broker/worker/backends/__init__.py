@@ -95,6 +95,18 @@ def find(config: ModelConfig) -> Backend:
     )
 
 
+def load_instance(backend: Backend, context: Context) -> RuntimeModel:
+    """Load one instance. Raises InferError, or whatever the backend raises."""
+    runtime = backend.load(context)
+    if not callable(getattr(runtime, "bind", None)):
+        raise InferError(
+            Code.INTERNAL,
+            f"'load' of the backend of model '{context.config.name}' returned {type(runtime).__name__}: it must return "
+            "an object with 'bind' and 'close'",
+        )
+    return runtime
+
+
 def _from_file(path: str) -> Backend:
     spec = importlib.util.spec_from_file_location("tensorbroker_model_backend", path)
     if spec is None or spec.loader is None:
