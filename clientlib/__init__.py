@@ -10,11 +10,11 @@ when first used. See `Client` for what each does.
 
 from __future__ import annotations
 
-from clientlib.async_client import AsyncClient, connect_async
+from clientlib.async_client import AsyncClient
 from clientlib.async_pending import AsyncPending
 from clientlib.async_plans import AsyncPlan
 from clientlib.callable_model import AsyncModel, Model
-from clientlib.client import Client, connect
+from clientlib.client import Client
 from clientlib.default import (
     create_region,
     infer,
@@ -30,6 +30,7 @@ from clientlib.default import (
     unload,
     unregister,
 )
+from clientlib.opening import connect, connect_async
 from clientlib.pending import Pending
 from clientlib.plans import Plan
 from clientlib.region import AsyncRegion, Region, TensorRef

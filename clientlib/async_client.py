@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, final, overload
+from typing import Any, TypeVar, final
 
-from clientlib.address import Absent, dial, directory_of, wire_of
+from clientlib.address import Absent, dial
 from clientlib.arguments import LoadConfig, LoadFiles, load_arguments, model_text, seconds, version_text, whole
 from clientlib.async_lane import AsyncLane, LoopLanes
 from clientlib.async_plans import AsyncPlan, turn
@@ -26,47 +25,17 @@ from clientlib.client import CALL_S, MAX_SLOTS, NO_CUDA, RECONNECT_S, RETRY_S
 from clientlib.layout import PlanOutdated, RoomNeeded
 from clientlib.link import Bound, Link, Prepared
 from clientlib.native import Native
-from clientlib.plans import MAX_PRIORITY, deadline_ns_of, remaining_s
 from clientlib.process import StaysHere
 from clientlib.recipe import Budget, Outputs, Recipe, Slots, recipe
 from clientlib.region import AsyncRegion, MappedRegion, NamedRegion, TensorRef
 from clientlib.results import InferResult
 from clientlib.session import Answer, Procedure
+from clientlib.submission import MAX_PRIORITY, deadline_ns_of, remaining_s
 from shm.errors import Code, ConnectionLost, InferError
 from shm.messages import Message, ModelMetadata, RegionInfo, RegionRecord
 
-if TYPE_CHECKING:
-    from clientlib.remote.async_client import AsyncRemoteClient
-
 T = TypeVar("T")
 BUDGET = Budget(places=512, byte_size=16 << 20)  # a loop has hundreds of requests in flight where a thread has one
-
-
-@overload
-async def connect_async(url: None = None, *, timeout: float = 30, slots: int = 512) -> AsyncClient: ...
-
-
-@overload
-async def connect_async(
-    url: str | os.PathLike[str] | None, *, timeout: float = 30, slots: int = 512
-) -> AsyncClient | AsyncRemoteClient: ...
-
-
-async def connect_async(
-    url: str | os.PathLike[str] | None = None, *, timeout: float = 30, slots: int = 512
-) -> AsyncClient | AsyncRemoteClient:
-    """Connect to the broker on this host, once its start-up load has ended. Arguments are those of `connect`.
-
-    `slots`: requests in flight for the whole loop; more queue.
-    """
-    patience_s, slots = seconds(timeout), whole(slots, "slots", 1, MAX_SLOTS)
-    if address := wire_of(url):
-        from clientlib.remote import async_client
-
-        return await async_client.connect_async(address, patience_s, slots)
-    client = AsyncClient(directory_of(url), slots)
-    await client.start(patience_s)
-    return client
 
 
 @final

@@ -21,19 +21,11 @@ from clientlib.layout import RangeInUse, RoomNeeded
 from clientlib.link import Bound, Prepared
 from clientlib.overlap import in_use
 from clientlib.pending import expired
-from clientlib.plans import (
-    NOT_CARRIED,
-    Plan,
-    check_all,
-    check_options,
-    deadline_ns_of,
-    outside,
-    remaining_s,
-    was_released,
-)
+from clientlib.plans import Plan, outside, was_released
 from clientlib.process import StaysHere
 from clientlib.recipe import Recipe
 from clientlib.results import InferResult
+from clientlib.submission import NOT_CARRIED, check_all, check_options, deadline_ns_of, remaining_s
 from shm.errors import Code, InferError
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """`Client`: the library for threads.
 
-    connect() ─▶ Client ── Native (what is said, what is known)
-                    └───── SyncSession (how it gets there)
+    Client ── Native (what is said, what is known)
+        └──── SyncSession (how it gets there)
 
 A call finds the session lost at worst once: it is then repeated on a new one, on which regions were registered again.
 """
@@ -9,35 +9,32 @@ A call finds the session lost at worst once: it is then repeated on a new one, o
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, final, overload
+from typing import Any, TypeVar, final
 
-from clientlib.address import Absent, dial, directory_of, wire_of
-from clientlib.arguments import LoadConfig, LoadFiles, load_arguments, model_text, seconds, shown, version_text, whole
+from clientlib.address import Absent, dial
+from clientlib.arguments import LoadConfig, LoadFiles, load_arguments, model_text, seconds, version_text, whole
 from clientlib.automatic import Automatic, Inputs, Request, check_parameters, told_apart
 from clientlib.callable_model import Model
 from clientlib.channels import Lane, Lanes
 from clientlib.layout import PlanOutdated, RoomNeeded
 from clientlib.link import Bound, Link, Prepared
 from clientlib.native import Native
-from clientlib.plans import MAX_PRIORITY, Plan, deadline_ns_of
+from clientlib.plans import Plan
 from clientlib.process import StaysHere
 from clientlib.recipe import Budget, Outputs, Slots, recipe
 from clientlib.region import MappedRegion, Region, TensorRef
 from clientlib.results import InferResult
 from clientlib.session import Procedure
+from clientlib.submission import MAX_PRIORITY, deadline_ns_of
 from clientlib.sync_session import SyncSession
 from shm.errors import Code, ConnectionLost, InferError
 from shm.messages import ModelMetadata, RegionRecord
-
-if TYPE_CHECKING:
-    from clientlib.remote.client import RemoteClient
 
 T = TypeVar("T")
 CALL_S = 30.0  # how long a control call may take
@@ -49,45 +46,6 @@ NO_CUDA = (
     "CUDA regions are not available: this build shares system memory only; use create_region() or "
     "register_system_shm() and let the model copy"
 )
-
-
-@overload
-def connect(url: None = None, *, timeout: float = 30, slots: int = 64, spin_us: float = 50) -> Client: ...
-
-
-@overload
-def connect(
-    url: str | os.PathLike[str] | None, *, timeout: float = 30, slots: int = 64, spin_us: float = 50
-) -> Client | RemoteClient: ...
-
-
-def connect(
-    url: str | os.PathLike[str] | None = None, *, timeout: float = 30, slots: int = 64, spin_us: float = 50
-) -> Client | RemoteClient:
-    """Connect to the broker on this host, once its start-up load has ended.
-
-    `url` is the broker's run directory, as a path or as `ipc:///run/directory`; without it TENSORBROKER_DIR or the
-    default place is meant. `grpc://host:8001`, `http://host:8000` (grpcs, https) and `zmq+ipc:///run/directory` make a
-    client with the same verbs, whose tensors travel in messages.
-    `slots`: requests in flight per thread (remote: per client); `spin_us`: how long a waiting thread spins before it
-    sleeps (0: never).
-    Raises InferError UNAVAILABLE when there is no broker, or "starting: 3 of 7 models" after `timeout` seconds.
-    """
-    patience_s, slots, spin_s = seconds(timeout), whole(slots, "slots", 1, MAX_SLOTS), _spin_s(spin_us)
-    if address := wire_of(url):
-        from clientlib.remote import client
-
-        return client.connect(address, patience_s, slots)
-    return Client(directory_of(url), time.monotonic() + patience_s, slots, spin_s)
-
-
-def _spin_s(spin_us: float) -> float:
-    try:
-        if 0 <= spin_us <= 1e6:
-            return float(spin_us) * 1e-6
-    except (TypeError, ValueError):
-        pass
-    raise InferError(Code.INVALID_ARG, f"spin_us must be 0 to 1000000 microseconds, got {shown(spin_us)}")
 
 
 @final

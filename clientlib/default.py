@@ -12,7 +12,8 @@ from typing import Any
 from clientlib import process
 from clientlib.automatic import Inputs
 from clientlib.callable_model import Model
-from clientlib.client import Client, connect
+from clientlib.client import Client
+from clientlib.opening import connect
 from clientlib.plans import Plan
 from clientlib.recipe import Outputs, Slots
 from clientlib.region import Region, TensorRef

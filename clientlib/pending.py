@@ -6,18 +6,16 @@ sees everything else.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import threading
 import time
 from typing import TYPE_CHECKING, final
 
 from clientlib.arena import Lease
 from clientlib.arguments import seconds
-from clientlib.channels import Lane, wake
+from clientlib.channels import Lane
 from clientlib.layout import Layout
-from clientlib.process import StaysHere
 from clientlib.results import InferResult
+from clientlib.waiting import Waiting
 from shm.errors import Code, InferError
 from shm.layout import CODE_MASK
 
@@ -25,11 +23,10 @@ if TYPE_CHECKING:
     from clientlib.plans import Plan
 
 _now = time.monotonic
-LONGEST_WAIT_S = 3600.0  # of one wait; whoever waits looks again after it
 
 
 @final
-class Pending(StaysHere):
+class Pending(Waiting):
     """A submitted request of a `Plan`. `input_slot` and `output_slot` say which positions it uses.
 
     Applications call `result`, `done` and `cancel`; what else is here without an underscore is the library's own and
@@ -38,13 +35,10 @@ class Pending(StaysHere):
 
     __slots__ = (
         "_result",
-        "_wakes",
         "copied",
         "deadline_ns",
-        "entry",
         "ident",
         "input_slot",
-        "lane",
         "layout",
         "lease",
         "note",
@@ -69,8 +63,8 @@ class Pending(StaysHere):
         self.ident = 0
         self.copied = 0
         self.lease: Lease | None = None
-        self.entry: tuple[int, ...] | None = None
-        self._wakes: list[threading.Lock] | None = None
+        self.entry = None
+        self._wakes = None
         self._result: InferResult | None = None
 
     def settle(self, entry: tuple[int, ...], note: bytes) -> None:
@@ -82,8 +76,7 @@ class Pending(StaysHere):
         layout.ranges.live.pop(self.output_slot, None)
         self.entry = entry
         if self._wakes is not None:
-            for lock in tuple(self._wakes):
-                wake(lock)
+            self._wake_all()
 
     def done(self) -> bool:
         """Has it ended? Never waits."""
@@ -122,61 +115,6 @@ class Pending(StaysHere):
             self._result = self.layout.result(entry, self.note, self.output_slot, self.rows, self.lease, self.copied)
             self.lease = None
         return self._result
-
-    def wait(self, deadline: float) -> bool:
-        """Wait until it has ended or until `deadline` (time.monotonic); was the former the case?"""
-        lane = self.lane
-        role = lane.channel.role
-        try:
-            while self.entry is None:
-                if lane.error is not None:
-                    raise lane.error
-                remaining = deadline - _now()
-                if remaining <= 0:
-                    lane.look()
-                    return self.entry is not None
-                if role.acquire(blocking=False):
-                    try:
-                        self._reap_until(deadline)
-                    finally:
-                        role.release()
-                else:
-                    self._sleep(min(remaining, LONGEST_WAIT_S))
-        finally:
-            if lane.waiters and not role.locked():
-                lane.pass_on()
-        return True
-
-    def _reap_until(self, deadline: float) -> None:
-        """Settle for all who share the channel, until this request has ended."""
-        lane = self.lane
-        channel = lane.channel
-        while self.entry is None and lane.error is None:
-            remaining = deadline - _now()
-            if remaining <= 0:
-                return
-            channel.wait(min(remaining, LONGEST_WAIT_S))
-            channel.reap()
-            if channel.gone:
-                lane.abandon()
-
-    def _sleep(self, timeout_s: float) -> None:
-        """Another thread has the role: sleep until this request has ended or the role is free."""
-        lane = self.lane
-        lock = threading.Lock()
-        lock.acquire()
-        if self._wakes is None:
-            self._wakes = []
-        self._wakes.append(lock)
-        lane.waiters.append(lock)
-        try:
-            # Only now, because what happened before the lock was in place woke nobody.
-            if self.entry is None and lane.error is None and lane.channel.role.locked():
-                lock.acquire(timeout=timeout_s)
-        finally:
-            self._wakes.remove(lock)
-            with contextlib.suppress(ValueError):
-                lane.waiters.remove(lock)
 
 
 def expired() -> InferError:

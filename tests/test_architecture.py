@@ -26,7 +26,7 @@ GUARDED = {
     "broker.worker": ("broker.worker", "broker.zygote"),
     "broker.repository.loader": ("broker.repository.loader",),
     "broker.gateway": ("broker.gateway",),
-    "clientlib.remote": ("clientlib.remote", "clientlib.client", "clientlib.async_client"),
+    "clientlib.remote": ("clientlib.remote", "clientlib.opening"),
 }
 # … except for these, which are plain messages.
 UNGUARDED = ("broker.worker.messages", "broker.gateway.options")

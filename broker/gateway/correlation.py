@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from broker.gateway.kserve import InferRequest, InputTensor
-from clientlib.plans import MAX_SEQUENCE_ID
+from clientlib.submission import MAX_SEQUENCE_ID
 from shm.datatypes import BYTES
 from shm.errors import Code, InferError
 from shm.message_values import ModelMetadata

@@ -23,7 +23,6 @@ from clientlib.automatic import Inputs, Request, check_parameters
 from clientlib.callable_model import AsyncModel
 from clientlib.client import CALL_S, NO_CUDA
 from clientlib.pending import expired
-from clientlib.plans import MAX_PRIORITY, deadline_ns_of, remaining_s
 from clientlib.process import StaysHere
 from clientlib.recipe import Outputs, Slots, recipe
 from clientlib.region import AsyncRegion, MappedRegion, TensorRef
@@ -35,6 +34,7 @@ from clientlib.remote.layout import Layout, move
 from clientlib.remote.plans import ended_result, request_of
 from clientlib.remote.transport import AsyncTransport, InferAnswer
 from clientlib.results import InferResult
+from clientlib.submission import MAX_PRIORITY, deadline_ns_of, remaining_s
 from shm.errors import Code, InferError
 from shm.messages import ModelMetadata, RegionRecord
 

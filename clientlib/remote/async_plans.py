@@ -15,13 +15,14 @@ from clientlib.arguments import seconds
 from clientlib.async_pending import AsyncPending
 from clientlib.async_plans import AsyncPlan
 from clientlib.pending import expired
-from clientlib.plans import deadline_ns_of, remaining_s, was_released
+from clientlib.plans import was_released
 from clientlib.process import StaysHere
 from clientlib.remote.core import Remote, closed
 from clientlib.remote.layout import Layout, Position
 from clientlib.remote.plans import ended_result
 from clientlib.remote.transport import InferAnswer, cancelled
 from clientlib.results import InferResult
+from clientlib.submission import deadline_ns_of, remaining_s
 from shm.errors import Code, InferError
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from clientlib.arguments import LoadConfig, LoadFiles, load_arguments, model_tex
 from clientlib.automatic import Inputs, Request, check_parameters
 from clientlib.callable_model import Model
 from clientlib.client import CALL_S, NO_CUDA
-from clientlib.plans import FULL_WAIT_S, MAX_PRIORITY, deadline_ns_of
+from clientlib.plans import FULL_WAIT_S
 from clientlib.process import StaysHere
 from clientlib.recipe import Budget, Outputs, Slots, recipe
 from clientlib.region import MappedRegion, Region, TensorRef
@@ -32,6 +32,7 @@ from clientlib.remote.layout import Layout, Position, move
 from clientlib.remote.plans import RemotePending, RemotePlan, ended_result, request_of
 from clientlib.remote.transport import InferAnswer, InferRequest, Transport
 from clientlib.results import InferResult
+from clientlib.submission import MAX_PRIORITY, deadline_ns_of
 from shm.errors import Code, InferError
 from shm.messages import ModelMetadata, RegionRecord
 

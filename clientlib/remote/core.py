@@ -25,7 +25,6 @@ from clientlib.arena import aligned
 from clientlib.arguments import LONGEST_TEXT, model_text, shown, text, version_text, whole
 from clientlib.callable_model import Known
 from clientlib.pending import expired
-from clientlib.plans import remaining_s
 from clientlib.recipe import Recipe
 from clientlib.region import MappedRegion, TensorRef
 from clientlib.remote import memory, transport
@@ -33,6 +32,7 @@ from clientlib.remote.check import check_inputs, check_output, check_output_name
 from clientlib.remote.layout import Layout
 from clientlib.remote.memory import Opened
 from clientlib.remote.transport import InferRequest, Word
+from clientlib.submission import remaining_s
 from shm.errors import Code, InferError
 from shm.message_values import IndexEntry
 from shm.messages import ModelMetadata, RegionRecord

@@ -19,12 +19,13 @@ import numpy.typing as npt
 from clientlib.arguments import seconds
 from clientlib.overlap import in_use
 from clientlib.pending import Pending, expired
-from clientlib.plans import NOT_CARRIED, Plan, check_all, check_options, deadline_ns_of, was_released
+from clientlib.plans import Plan, was_released
 from clientlib.process import StaysHere
 from clientlib.remote.core import Remote, closed, deadline_of, with_options
 from clientlib.remote.layout import Layout, Position
 from clientlib.remote.transport import InferAnswer, InferRequest, cancelled
 from clientlib.results import InferResult
+from clientlib.submission import NOT_CARRIED, check_all, check_options, deadline_ns_of
 from shm.errors import Code, InferError
 
 if TYPE_CHECKING:
