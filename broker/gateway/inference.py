@@ -28,8 +28,8 @@ from broker.gateway.regions import Alias, OutsideRegion, RegionCache, check_rang
 from broker.gateway.turns import give_back_all, take_all
 from clientlib.async_client import AsyncClient
 from clientlib.layout import PlanOutdated, RangeInUse
-from clientlib.plans import MAX_PRIORITY, deadline_ns_of, remaining_s
 from clientlib.results import InferResult
+from clientlib.submission import MAX_PRIORITY, deadline_ns_of, remaining_s
 from shm.errors import Code, InferError
 from shm.gateway_messages import Config, GetConfig
 from shm.message_values import ModelMetadata
