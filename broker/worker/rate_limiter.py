@@ -66,10 +66,10 @@ class RateLimiter:
         for pool in [pool for pool in self._begun if pool not in self._limits]:
             del self._begun[pool]
 
-    def turn(self, claim: Claim) -> tuple[int, int]:
-        """The lower, the earlier it goes."""
+    def turn(self, claim: Claim) -> tuple[int, int, int]:
+        """The lower, the earlier it goes. Of equals, who has the lower priority number."""
         floor = min((self._begun.get(pool, 0) for pool in claim.needs), default=0)
-        return max(claim.passed, floor), claim.passed
+        return max(claim.passed, floor), claim.priority, claim.passed
 
     def fits(self, claim: Claim, kept: frozenset[Pool] | set[Pool] = frozenset()) -> bool:
         """Are its resources there, none of them `kept` for others that go before it?"""

@@ -8,7 +8,7 @@ import pytest
 
 from broker.repository.config import InstanceGroup, ModelConfig
 from broker.repository.scheduling import DynamicBatching
-from broker.worker.backends import Context
+from broker.worker.backends import Binding, Context
 from broker.worker.model import MISSING, LoadedModel, instance_count
 from broker.worker.scheduler import SHORT_NS, Scheduler
 from broker.worker.turn import Turn
@@ -30,6 +30,9 @@ class Runtime:
 
     def load(self, context: Context) -> Runtime:
         return self
+
+    def bind(self, inputs: object, outputs: object) -> Binding:
+        raise NotImplementedError
 
     def close(self) -> None:
         self.closed += 1
