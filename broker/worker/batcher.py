@@ -301,11 +301,11 @@ class DynamicBatcher:
 
 def queue_for(config: ModelConfig, instances: int) -> Queue:
     """The scheduler that a model's configuration asks for. Raises InferError where there is none."""
-    if config.decoupled:
+    if config.decoupled and config.sequence_batching is not None:
         raise InferError(
             Code.UNSUPPORTED,
-            f"model '{config.name}' is decoupled (model_transaction_policy), which is not supported yet: requests get "
-            "one response each",
+            f"model '{config.name}' is decoupled (model_transaction_policy) and has sequence_batching, which are not "
+            "supported together yet",
         )
     if config.sequence_batching is not None:
         return sequences.queue_for(config, instances)

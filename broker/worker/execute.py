@@ -17,6 +17,7 @@ from broker.worker.assembly import Row
 from broker.worker.backends import Binding, Operand
 from broker.worker.binding import Execution, bind, deliver, execution_of, remember, serialized
 from broker.worker.cache import Output
+from broker.worker.decoupled import run_streams
 from broker.worker.model import BatchBuffers, Instance
 from broker.worker.plans import Bytes, Plan
 from broker.worker.running import check_sizes, fail, run_watched
@@ -35,6 +36,10 @@ def run_batch(instance: Instance, requests: list[Request], rows: Sequence[Row] =
     """
     instance.flush()  # in time, because whoever runs it next may be another thread
     now = _now()
+    streams = instance.model.streams
+    if streams is not None:
+        run_streams(instance, streams, requests, now)
+        return
     ensemble = instance.model.ensemble
     if ensemble is not None:  # the suspect of a recovery, alone
         for request in requests:

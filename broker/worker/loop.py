@@ -79,6 +79,9 @@ class Loop:
         channel.broken = channel.broken or "detached"
         self._set.remove(channel)
         self.end(self.scheduler.drop(channel), Code.CANCELLED, "the session ended")
+        for request in channel.live:
+            if request is not None:
+                request.ended = request.ended or Code.CANCELLED  # a stream has nobody to go on for
         self.wake()  # it may be hot: a leader that sleeps would keep its memory mapped
 
     def release(self, channel: WorkerChannel) -> None:
@@ -103,9 +106,10 @@ class Loop:
     def watch(self, now: int) -> None:
         """The control thread's look after the leader, every 10 ms while there is traffic."""
         self.turn.depose(now, DEPOSE_NS)
+        streaming = self.scheduler.look_at_streams()
         if self.scheduler.retired:
             self.scheduler.close_retired()
-        if self._quiet(now):
+        if not streaming and self._quiet(now):
             self.busy = False
             if not self._quiet(now):  # traffic that came in between saw that somebody looks
                 self.busy = True
@@ -343,7 +347,9 @@ class Loop:
             batch.instance.block[statistics.RETRIED] += 1
         run_batch(batch.instance, requests, batch.rows)
         order = batch.instance.model.in_order
-        if order is not None and not batch.alone:
+        if batch.instance.model.streams is not None:
+            pass  # each ends when its model sends the final response
+        elif order is not None and not batch.alone:
             order.end(batch.number, by_channel)
         else:
             for channel, own in by_channel:

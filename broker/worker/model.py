@@ -30,6 +30,7 @@ from shm.errors import Code
 if TYPE_CHECKING:
     from broker.worker.cached import Cached
     from broker.worker.ensemble import Ensemble
+    from broker.worker.stream import Streams
 
 FLUSH = 64  # inline executions remembered at most
 RECHECK = 100  # batches after which it is looked at again whether batching has come to pay
@@ -223,6 +224,7 @@ class LoadedModel:
         "queue",
         "reshapes",
         "shares",
+        "streams",
         "timed",
         "uncertain",
         "version",
@@ -245,6 +247,7 @@ class LoadedModel:
         self.cached: Cached | None = None
         self.claims: tuple[Claim, ...] = ()  # of its instances; () when no rate limiter has a say
         self.ensemble: Ensemble | None = None
+        self.streams: Streams | None = None
         self.shares = 0  # since all that waits was last given to one instance
         most = config.max_batch_size
         self._may_share = self.immediate and batching is not None and batching.preferred_batch_size in ((), (most,))
@@ -252,8 +255,8 @@ class LoadedModel:
         self.in_order = InOrder() if batching is not None and batching.preserve_ordering and several else None
         if self.in_order is not None or (batching is not None and scheduler_delay()):
             self.alone = self.immediate = False
-        self.assembly = assembly_of(config)
-        if self.assembly is not None:
+        self.assembly = None if config.decoupled else assembly_of(config)
+        if self.assembly is not None or config.decoupled:
             self.alone = self.immediate = False
         self.copied = frozenset(tensor.name for tensor in config.input if not tensor.zero_copy)
         self.reshapes = reshapes(config)

@@ -17,6 +17,7 @@ from broker.worker.loop import Loop
 from broker.worker.messages import LoadInstances
 from broker.worker.model import MISSING, LoadedModel
 from broker.worker.plans import Plan, adopt
+from broker.worker.stream import Streams
 from shm import statistics
 from shm.admission import Verdict
 from shm.errors import Code, InferError
@@ -60,6 +61,7 @@ class ModelTable:
                 model.load_ensemble(blocks[0])
                 model.ensemble = Ensemble(model, self.bind, self._loop.submit)
             else:
+                model.streams = Streams() if config.decoupled else None
                 model.load(backends.find(config), directory, blocks)
             cache = self._cache if config.response_cache and blocks and config.ensemble is None else None
             if blocks:
@@ -129,6 +131,6 @@ class ModelTable:
 def _same_signature(old: LoadedModel, new: LoadedModel) -> bool:
     def key(model: LoadedModel) -> object:
         tensors = (*model.config.input, *model.config.output)
-        return model.config.max_batch_size, [(t.name, t.datatype, t.dims) for t in tensors]
+        return model.config.max_batch_size, model.config.decoupled, [(t.name, t.datatype, t.dims) for t in tensors]
 
     return key(old) == key(new)

@@ -95,6 +95,7 @@ class Plan:
         "owner",
         "reads",
         "refused_until_ns",
+        "responses",
         "retryable",
         "rows",
         "session",
@@ -113,6 +114,7 @@ class Plan:
         self.input_positions, self.output_positions = message.input_positions, message.output_positions
         self.rows = message.rows
         self.owner = message.owner
+        self.responses = message.responses  # places for them in one output position; 0: one response
         self.retryable = message.retryable
         self.refused_until_ns = message.refused_until_ns
         self.closed: Verdict | None = MISSING

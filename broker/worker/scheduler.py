@@ -340,6 +340,13 @@ class Scheduler:
         with self.lock:
             self.retired.append(model)
 
+    def look_at_streams(self) -> bool:
+        """End what nobody can answer any more, or nobody wants; is anything left?"""
+        streams = [model.streams for model in (*self.serving, *self.retired) if model.streams is not None]
+        for some in streams:
+            some.look()
+        return any(streams)
+
     def close_retired(self) -> None:
         """Close the retired models that have nothing left to do."""
         with self.lock:
@@ -354,6 +361,8 @@ class Scheduler:
 
 def _claim(model: LoadedModel) -> bool:
     """Take all instances, so that nothing can begin to run any more; False when one is at work."""
+    if model.streams:
+        return False
     free, model.free = model.free, []  # at once: the leader's inline path pops without the lock
     if len(free) < len(model.instances):
         model.free.extend(free)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,28 @@ def cpu_only(context: Context, backend: str) -> None:
     """Raises InferError for an instance that is not on the CPU."""
     if context.group.kind not in ("KIND_CPU", "KIND_AUTO"):
         raise InferError(Code.INVALID_ARG, f"'{backend}' backend only supports CPU instances")
+
+
+def decoupled_only(context: Context, backend: str) -> None:
+    """Raises InferError unless the model may send any number of responses."""
+    if not context.config.decoupled:
+        raise InferError(
+            Code.INVALID_ARG,
+            f"backend '{backend}' only supports decoupled models: put `model_transaction_policy {{ decoupled: true }}` "
+            "in config.pbtxt",
+        )
+
+
+def no_bindings(backend: str) -> InferError:
+    """For `bind` of a backend that answers streams only."""
+    return InferError(Code.UNSUPPORTED, f"backend '{backend}' only supports decoupled models")
+
+
+def sleep_unless(ended: Callable[[], bool], seconds: float) -> None:
+    """A delay that is part of a test model's contract; over at once when `ended` says so."""
+    until = time.monotonic() + seconds
+    while (remaining := until - time.monotonic()) > 0 and not ended():
+        time.sleep(min(remaining, 0.01))
 
 
 def needs(context: Context, backend: str, controls: tuple[str, ...]) -> None:

@@ -1,0 +1,115 @@
+"""Runs a batch of a decoupled model: every request of it becomes a `Stream` that the model answers when it likes.
+
+Called by `broker.worker.execute`, in an instance's thread. Without the hang watch: how long such a model is at it says
+nothing about its health.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from broker.worker.backends import Operand
+from broker.worker.model import Instance
+from broker.worker.plans import Bytes, PlacedTensor, Plan
+from broker.worker.running import check_sizes
+from broker.worker.stream import Answers, Stream, Streams
+from shm import datatypes, statistics
+from shm.admission import Request
+from shm.errors import Code, InferError
+
+_now = time.monotonic_ns
+
+
+def run_streams(instance: Instance, streams: Streams, requests: Sequence[Request], now: int) -> None:
+    """Give a batch to the model. Every request gets its ending from its stream, here or later, in any thread."""
+    given: list[Stream] = []
+    for request in requests:
+        request.queue_ns = now - request.arrival
+        answers = Answers(instance, streams, request, now)
+        streams.begin(answers)
+        try:
+            given.append(Stream(answers, _inputs(instance, streams, request)))
+        except Exception as error:
+            answers.send(None, _described(error), True)
+    if not given:
+        return
+    try:
+        execute = getattr(instance.runtime, "execute", None)
+        if execute is not None:
+            execute(given)
+        else:
+            for stream in given:
+                _run_once(instance, stream)
+    except Exception as error:
+        failure = _described(error)
+        for stream in given:
+            stream.fail(failure)
+    with streams.lock:
+        _count_execution(instance.block, requests, now)
+
+
+def _described(error: Exception) -> InferError:
+    if isinstance(error, InferError):
+        return error
+    text = (str(error).strip().splitlines() or [""])[0]
+    return InferError(Code.INTERNAL, f"{type(error).__name__}: {text}")
+
+
+def _inputs(instance: Instance, streams: Streams, request: Request) -> dict[str, npt.NDArray[Any]]:
+    """Copies, because what the model keeps of them may outlive the request."""
+    plan = request.plan
+    assert isinstance(plan, Plan)
+    check_sizes(plan)
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    for tensor in plan.inputs:
+        memory = tensor.memory(request.input_position, request.rows).copy()
+        request.copied += memory.size
+        with streams.lock:
+            instance.count_copy("policy", memory.size)
+        shape = instance.model.shape(tensor.name, tensor.shape_of(request.rows))
+        arrays[tensor.name] = _array(tensor, shape, memory)
+    return arrays
+
+
+def _array(tensor: PlacedTensor, shape: tuple[int, ...], memory: Bytes) -> npt.NDArray[Any]:
+    if tensor.datatype == datatypes.BYTES:
+        count = datatypes.element_count(shape)
+        return datatypes.decode_bytes(memory, count, f"inference input '{tensor.name}'").reshape(shape)
+    return memory.view(datatypes.numpy_dtype(tensor.datatype)).reshape(shape)
+
+
+def _run_once(instance: Instance, stream: Stream) -> None:
+    """A backend that knows nothing of streams: one response, the final one."""
+    datatype = {tensor.name: tensor.datatype for tensor in instance.model.config.input}
+    inputs = [
+        Operand(name, datatype[name], tuple(array.shape), _memory(array)) for name, array in stream.inputs.items()
+    ]
+    batch = (stream.rows,) if stream.rows else ()
+    configured = {tensor.name: tensor for tensor in instance.model.config.output}
+    outputs = [
+        Operand(name, configured[name].datatype, (*batch, *configured[name].dims), None) for name in stream.outputs
+    ]
+    binding = instance.runtime.bind(inputs, outputs)
+    binding.run()
+    stream.send(dict(zip(stream.outputs, map(np.asarray, binding.results()), strict=True)), final=True)
+
+
+def _memory(array: npt.NDArray[Any]) -> Bytes:
+    if array.dtype.hasobject:
+        return np.frombuffer(datatypes.encode_bytes(array), np.uint8)
+    return array.view(np.uint8).reshape(-1)
+
+
+def _count_execution(block: memoryview, requests: Iterable[Request], began: int) -> None:
+    """One run of the model: what Triton counts of it, whatever is sent when."""
+    rows = sum(request.rows or 1 for request in requests)
+    took = _now() - began
+    block[statistics.EXECUTIONS] += 1
+    at = statistics.BATCHES + 4 * (min(rows, statistics.MAX_BATCH) - 1)
+    block[at] += 1
+    block[at + 2] += took
