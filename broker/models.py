@@ -20,7 +20,7 @@ from broker.catalogue import READY, UNAVAILABLE, Catalogue, Model
 from broker.ensemble_members import ensembles_of, members_first, misfit
 from broker.loading import results
 from broker.overrides import Override, Overrides
-from broker.repository.config import LoadFailure, ModelConfig
+from broker.repository.config import CHANGED, LoadFailure, ModelConfig
 from broker.repository.ensembles import members
 from broker.repository.protocol import LoadRequest, Plan
 from broker.repository.scan import check_model_name, check_traversal, scan
@@ -51,6 +51,7 @@ class Models(Catalogue):
     """
 
     __slots__ = (
+        "_again",
         "_explicit",
         "_life",
         "_overrides",
@@ -84,6 +85,7 @@ class Models(Catalogue):
         # Loads and unloads of one model take turns, also of names that there is no model of.
         self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._waiting: dict[str, asyncio.Task[None]] = {}  # loads that have not looked at the files yet
+        self._again: set[asyncio.Task[None]] = set()
         self._watch: polling.Watch | None = None
         workers.on_model_lost = self._lost
 
@@ -337,9 +339,20 @@ class Models(Catalogue):
     def _lost(self, model: str, number: int, generation: int, reason: str) -> None:
         """A worker had to come back without it."""
         version = self.known[model].versions[number] if model in self.known else None
-        if version is not None and version.generation == generation:
-            _log.error("failed to load '%s' version %d: %s", model, number, reason)
-            version.state, version.reason, version.generation = UNAVAILABLE, reason, 0
+        if version is None or version.generation != generation:
+            return
+        _log.error("failed to load '%s' version %d: %s", model, number, reason)
+        version.state, version.reason, version.generation = UNAVAILABLE, reason, 0
+        if CHANGED in reason:  # what served cannot be had again: what is there now is
+            task = asyncio.create_task(self._load_again(model), name=f"load {model} again")
+            self._again.add(task)
+            task.add_done_callback(self._again.discard)
+
+    async def _load_again(self, model: str) -> None:
+        try:
+            await self._load_many((model,), lambda done, total: None)
+        except InferError as error:
+            _log.error("failed to load '%s' again: %s", model, error.message)
 
     async def index(self, *, ready: bool = False) -> list[IndexEntry]:
         """Triton's repository index: what was ever loaded by version, the rest of the repositories by name."""

@@ -231,10 +231,10 @@ class Native(Generic[L]):
     # --- models ----------------------------------------------------------------------------------------------------
 
     def models(self, link: Link[L]) -> Procedure[dict[str, ModelMetadata]]:
-        """Every model by name."""
+        """Every model by name: of its versions the highest that is ready, else the highest."""
         reply, _ = yield Call(messages.GetModels())
         assert isinstance(reply, messages.Models)
-        return {model.name: model for model in reply.models}
+        return {model.name: model for model in sorted(reply.models, key=lambda model: model.state == "READY")}
 
     def model(self, link: Link[L], name: str, version: str | int) -> Procedure[ModelMetadata]:
         """One model. Raises InferError with Triton's lookup texts."""
@@ -289,6 +289,7 @@ class Native(Generic[L]):
                 outputs=tuple(tensor.spec for tensor in layout.outputs),
                 input_positions=layout.input_positions,
                 output_positions=layout.output_positions,
+                responses=layout.responses,
             )
         )
         assert isinstance(reply, messages.Prepared)

@@ -6,6 +6,7 @@ file's own symbols, the zero-copy verdict per input) is added beside them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -24,7 +25,9 @@ from broker.repository.scheduling import (
     WarmUpInput,
 )
 from shm.datatypes import BYTES, byte_size
+from shm.errors import Code, InferError
 
+CHANGED = "has changed since the configuration was read"
 MAX_DATA_FILE = 16 << 20  # bytes of one initial state or warm-up input
 
 _FileT = TypeVar("_FileT", InitialState, WarmUpInput)
@@ -77,6 +80,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One model, completed and validated.
 
     `versions`: version number → absolute path of its directory, after the version policy, ascending.
+    `stamps`: version number → `file_stamp` of the model file that was read; none for backends whose files are not read.
     `json`: the whole configuration in Triton's JSON form, for `GET /v2/models/M/config`.
     `notes`: what the loader changed or ignored, each reported once at load.
     `max_batch_size_completed`: nobody wrote `max_batch_size`, auto-completion chose it.
@@ -105,6 +109,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     decoupled: bool = False
     stateful: bool = False
     parameters: dict[str, str] = {}
+    stamps: dict[int, str] = {}
     json: str = "{}"
     notes: tuple[str, ...] = ()
     max_batch_size_completed: bool = False
@@ -138,6 +143,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """With the bytes of its data files again. Raises OSError; ValueError for one that has changed its size."""
         return _with_files(self, _read)
 
+    def check_file(self, version: int, directory: str) -> None:
+        """Raise InferError UNAVAILABLE when the model file is not the one that the configuration was made from.
+
+        What is known of the file (tensors, which inputs may be used in place) holds for no other.
+        """
+        path = os.path.join(directory, self.default_model_filename)
+        if version in self.stamps and file_stamp(path) != self.stamps[version]:
+            raise InferError(Code.UNAVAILABLE, f"{path} {CHANGED}: load the model again")
+
     @property
     def hang_timeout_s(self) -> float:
         """0.0 means: the default, derived from measured runs."""
@@ -145,6 +159,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             return max(0.0, float(self.parameters.get("hang_timeout_s", "0")))
         except ValueError:
             return 0.0
+
+
+def file_stamp(path: str) -> str:
+    """Says which file this is and when it was written last; "" when there is none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ""
+    return f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
 
 
 def _with_files(config: ModelConfig, data: Callable[[InitialState | WarmUpInput], bytes]) -> ModelConfig:
@@ -168,7 +191,7 @@ def _read(item: InitialState | WarmUpInput) -> bytes:
     with open(item.path, "rb") as file:
         data = file.read(MAX_DATA_FILE + 1)
     if item.datatype != BYTES and len(data) != byte_size(item.datatype, item.dims):
-        raise ValueError(f"{item.path} has changed since the configuration was read: it has {len(data)} bytes now")
+        raise ValueError(f"{item.path} {CHANGED}: it has {len(data)} bytes now")
     return data
 
 

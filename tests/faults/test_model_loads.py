@@ -10,7 +10,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +17,10 @@ from onnx import TensorProto, helper
 
 import clientlib
 from tests.fakes import models
-from tests.faults import child, repository
-from tests.faults.lab import SAME, Lab, eventually, scaled, visitors
+from tests.faults import child
+from tests.faults.lab import SAME, Lab, scaled
+from tests.faults.load_lab import LoadLab, load, mend, settled, without_paths
 
-FLAGS = ("--model-control-mode=explicit", "--load-model=*")
 SHARED = 'parameters { key: "worker_group" value { string_value: "default" } }\n'  # that of the canary's model
 TENSORS = """
 input { name: "x" data_type: TYPE_FP32 dims: -1 }
@@ -52,30 +51,6 @@ def load(context):
 """
 
 
-def write(root: Path) -> Path:
-    """The lab's models, `victim` (add1, which rows break and mend) and `deadly` (whose backend dies of a parameter)."""
-    repository.write(root)
-    models.write_model(root, "victim", models.add1())
-    shutil.copytree(root / "victim", root.parent / "outside" / "victim")
-    return root
-
-
-class LoadLab(Lab):
-    """A lab whose models may be loaded and unloaded."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, *FLAGS, models=write)
-
-    def _warm_up(self) -> None:
-        super()._warm_up()
-        # A worker keeps a thread for every instance that it ever had at once: more of them than any row loads.
-        count = {"instance_group": [{"count": 8, "kind": "KIND_CPU"}]}
-        assert self.offend(load, model="victim", config=count)[0] == ["OK", ""]
-        assert self.offend(load, model="victim")[0] == ["OK", ""]
-        self.end_offenders()
-        eventually(lambda: len(visitors(self.status())) == 2, "the sessions of the warm-up ended")
-
-
 @pytest.fixture(scope="module")
 def shared_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     with LoadLab(tmp_path_factory.mktemp("lab")) as lab:
@@ -86,32 +61,6 @@ def shared_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 def victim(lab: Lab) -> Path:
     """The directory of `victim`, as it is when all is well."""
     return mend(lab)
-
-
-def mend(lab: Lab) -> Path:
-    shutil.rmtree(lab.repository / "victim")
-    return models.write_model(lab.repository, "victim", models.add1())
-
-
-def settled(lab: Lab, **options: Any) -> None:
-    """`lab.settled()`; and `victim`, mended, loads."""
-    mend(lab)
-    assert lab.offend(load, model="victim") == [["OK", ""], True]
-    lab.settled(**options)
-
-
-def load(model: str, **override: Any) -> list[Any]:
-    """[what came of the load, whether `victim` answers right afterwards]. Whoever may load is told of paths."""
-    with clientlib.connect() as client:
-        code, message = child.refusal(client.load, model, **override)
-        x = np.ones((1, 4), np.float32)
-        right = bool((client.infer("victim", {"x": x}, timeout=20)["y"] == 2).all())
-        return [[code, _without_paths(message)], right]
-
-
-def _without_paths(message: str) -> str:
-    repository = os.path.join(os.path.dirname(os.environ["TENSORBROKER_DIR"]), "repository")
-    return message.replace(repository, "REPOSITORY").replace("model.py", "model-py")
 
 
 # --- O-01: files that are no models ----------------------------------------------------------------------------------
@@ -256,7 +205,7 @@ def refusals(names: list[str], generated: int) -> list[list[str]]:
         told = []
         for name in names:
             code, message = child.refusal(client.load, name)
-            told.append([code, _without_paths(message), *child.refusal(client.unload, name)])
+            told.append([code, without_paths(message), *child.refusal(client.unload, name)])
         for number in range(generated):
             code, message = child.refusal(client.load, f"made-up-{number}.of_names+{number * 7}")
             assert code == "INTERNAL", message
@@ -296,7 +245,7 @@ def test_o04_shell_characters_in_a_configuration(lab: Lab, victim: Path) -> None
     settled(lab)
 
 
-# --- O-05: weights elsewhere -------------------------------------------------------------------------------------------
+# --- O-05: weights elsewhere ----------------------------------------------------------------------------------------
 
 
 def _external(location: str, length: int = 16) -> bytes:
@@ -362,14 +311,15 @@ def test_o05_weights_beside_the_model_and_sparse_ones(lab: Lab, victim: Path) ->
     settled(lab)
 
 
-# --- O-06: configurations that are too much ------------------------------------------------------------------------------
+# --- O-06: configurations that are too much -------------------------------------------------------------------------
 
 HUGE: dict[str, tuple[str, str]] = {
     "100 MiB": ("# " + "x" * (100 << 20), "the limit is 1 MiB"),
     "deep": ("model_warmup { inputs { key: \"x\" value { " * 5000, "config.pbtxt"),
     "unknown": ("no_such_field: 1", 'has no field named "no_such_field"'),
     "instances": ("instance_group { count: 1000000 kind: KIND_CPU }", "instance"),
-    "queue": ("max_batch_size: 4\ndynamic_batching { default_queue_policy { max_queue_size: 9223372036854775808 } }", ""),
+    "queue": ("max_batch_size: 4\ndynamic_batching { default_queue_policy { max_queue_size: 9223372036854775808 } }",
+              "config.pbtxt:2:"),
     "batch": ("max_batch_size: 99999999999", "config.pbtxt:1:"),
     "dims": ("max_batch_size: 4\ninput { name: \"x\" data_type: TYPE_FP32 dims: 0 }", "dimension must be integer >= 1"),
     "warm-up": ("max_batch_size: 4\nmodel_warmup { name: \"w\" batch_size: 4294967295 inputs { key: \"x\" value "

@@ -39,6 +39,7 @@ def to_model_config(
     verdicts: Mapping[str, Verdict],
     notes: Sequence[str],
     *,
+    stamps: dict[int, str],
     max_batch_size_completed: bool,
     origins: Origins | None,
 ) -> ModelConfig:
@@ -70,6 +71,7 @@ def to_model_config(
         decoupled=config.model_transaction_policy.decoupled,
         stateful=config.HasField("sequence_batching"),
         parameters={key: value.string_value for key, value in config.parameters.items()},
+        stamps=stamps,
         json=to_json(config),
         notes=tuple(dict.fromkeys((*notes, *warm_up_notes))),
         max_batch_size_completed=max_batch_size_completed,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tritonclient.grpc import model_config_pb2
 
-from broker.repository.config import RETRY, LoadFailure, ModelConfig
+from broker.repository.config import RETRY, LoadFailure, ModelConfig, file_stamp
 from broker.repository.loader import pbtxt
 from broker.repository.loader.backend import ENSEMBLE, fill_backend
 from broker.repository.loader.complete import compare, complete
@@ -41,6 +41,7 @@ class _Version(NamedTuple):
     path: str
     signature: Signature
     policy: Mapping[str, Verdict]
+    stamp: str
 
 
 def load(model: ModelDirectory, request: LoadRequest) -> ModelConfig | LoadFailure:
@@ -101,6 +102,7 @@ def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
         [version.signature for version in read],
         verdicts(config, [(version.number, version.policy) for version in read]),
         notes,
+        stamps={version.number: version.stamp for version in read},
         max_batch_size_completed=completed,
         origins=origins if request.explain else None,
     )
@@ -238,8 +240,11 @@ def _read_version(config: model_config_pb2.ModelConfig, model: ModelDirectory, n
     path = os.path.join(directory, config.default_model_filename)
     if not os.path.lexists(path):
         raise ModelError(f"unable to find '{path}' for model '{config.name}'")
+    stamp = file_stamp(path)
     graph = read_model(path, model.repository)
+    if file_stamp(path) != stamp:
+        raise ModelError(f"{path}: was written while it was read: load the model again when it is complete")
     # Before the signature: reading that one may drop large initializers from the graph.
     sent = frozenset(text.name for text in config.input)
     found = policy(graph, sent)
-    return _Version(number, path, read_signature(graph, path, sent), found)
+    return _Version(number, path, read_signature(graph, path, sent), found, stamp)

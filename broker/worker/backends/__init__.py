@@ -96,8 +96,10 @@ def find(config: ModelConfig) -> Backend:
 
 
 def load_instance(backend: Backend, context: Context) -> RuntimeModel:
-    """Load one instance. Raises InferError, or whatever the backend raises."""
+    """Load one instance. Raises InferError, also for a file that changes meanwhile; or whatever the backend raises."""
+    context.config.check_file(context.version, context.directory)
     runtime = backend.load(context)
+    context.config.check_file(context.version, context.directory)
     if not callable(getattr(runtime, "bind", None)):
         raise InferError(
             Code.INTERNAL,
