@@ -19,6 +19,7 @@ from broker.worker.model import LoadedModel, instance_count
 from broker.worker.overlap import Crowds
 from broker.worker.plans import Plan, adopt
 from broker.worker.regions import Region, RegionTable
+from broker.worker.stream import Streams
 from shm import datatypes, sockets, statistics
 from shm.admission import Request
 from shm.layout import NOTE_BYTES
@@ -87,6 +88,7 @@ class Loaded:
     def load(self, config: ModelConfig, version: int = 1) -> LoadedModel:
         """Load it (again): the statistics go on in the same blocks."""
         model = LoadedModel(config, version, 1)
+        model.streams = Streams() if config.decoupled else None
         blocks = [self.page.block(index) for index in range(instance_count(config.instance_group))]
         model.load(backends.find(config), config.versions[version], blocks)
         return model
@@ -105,6 +107,7 @@ class Loaded:
         *,
         positions: int | tuple[int, int] = 1,
         rows: int = 0,
+        responses: int = 0,
     ) -> Plan:
         """A plan of a session of its own, all in one region."""
         self._sessions += 1
@@ -120,6 +123,7 @@ class Loaded:
             input_positions=input_positions,
             output_positions=output_positions,
             rows=rows,
+            responses=responses,
         )
         plan = Plan(message, self.regions, self.crowds)
         adopt(plan, self.model, self.signatures)
