@@ -41,6 +41,9 @@ from shm.statistics import (
     QUEUE_NS,
     REASONS,
     REFUSED_EARLY,
+    RESPONSE_INDICES,
+    RESPONSE_WORDS,
+    RESPONSES,
     RETRIED,
     SUCCESS,
     StatisticsPage,
@@ -136,6 +139,7 @@ class StatisticsBlocks:
                 "cache_miss": _duration(total(CACHE_MISSES), total(CACHE_MISS_NS) + total(CACHE_KEEP_NS)),
             },
             "batch_stats": _batch_stats(blocks),
+            **_response_stats(blocks),
             "memory_usage": [],
             "cancelled": total(CANCELLED),
             "expired": total(EXPIRED),
@@ -182,3 +186,22 @@ def _batch_stats(blocks: list[memoryview]) -> list[dict[str, Any]]:
             durations = {name: _duration(executions, ns) for name, ns in zip(names, parts, strict=True)}
             stats.append({"batch_size": size, **durations})
     return stats
+
+
+def _response_stats(blocks: list[memoryview]) -> dict[str, Any]:
+    """Of decoupled models, by the index of a response in its request; nothing for those that have sent none."""
+    stats: dict[str, Any] = {}
+    for index in range(RESPONSE_INDICES):
+        at = RESPONSES + RESPONSE_WORDS * index
+        words = [sum(block[at + word] for block in blocks) for word in range(RESPONSE_WORDS)]
+        success, success_ns, fail, fail_ns, empty, empty_ns, cancel, cancel_ns, infer_ns, output_ns = words
+        if success or fail or empty or cancel:
+            stats[str(index)] = {
+                "compute_infer": _duration(success + fail + empty, infer_ns),
+                "compute_output": _duration(success + fail, output_ns),
+                "success": _duration(success, success_ns),
+                "fail": _duration(fail, fail_ns),
+                "empty_response": _duration(empty, empty_ns),
+                "cancel": _duration(cancel, cancel_ns),
+            }
+    return {"response_stats": stats} if stats else {}

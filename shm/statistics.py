@@ -11,7 +11,7 @@ from typing import final
 
 from shm.memory import map_words, sealed_memfd
 
-BLOCK = 512  # words
+BLOCK = 1024  # words
 BLOCKS = 512
 
 # Words of an instance's block
@@ -39,7 +39,9 @@ BOUNDS_NS = (*(digit * 10**power for power in range(4, 10) for digit in (1, 2, 5
 LATENCIES = len(BOUNDS_NS) + 1  # the last: longer than all bounds
 HIT_LATENCY = LATENCY + LATENCIES  # .. +LATENCIES-1: the same of cache hits
 BATCHES = HIT_LATENCY + LATENCIES  # 4 words per batch size 1..MAX_BATCH: executions, input ns, infer ns, output ns
-MAX_BATCH = (BLOCK - BATCHES) // 4  # larger batches are counted at this size
+RESPONSE_WORDS, RESPONSE_INDICES = 10, 32  # later responses of a request are counted at the last index
+RESPONSES = BLOCK - RESPONSE_WORDS * RESPONSE_INDICES  # of decoupled models, see `broker.worker.response_statistics`
+MAX_BATCH = (RESPONSES - BATCHES) // 4  # larger batches are counted at this size
 
 # Words of a worker's own block
 LOST_WAKEUPS = 3

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from broker.worker.binding import serialized
 from broker.worker.model import Instance
 from broker.worker.plans import Bytes, Plan
+from broker.worker.response_statistics import CANCEL, EMPTY, FAIL, SUCCESS, ResponseClock
 from broker.worker.running import check_sizes
 from shm import datatypes, responses, statistics
 from shm.admission import Request, Verdict
@@ -95,7 +96,11 @@ class Stream:
     @property
     def cancelled(self) -> bool:
         """Does nobody want responses any more? What is sent then is dropped; there is no need to."""
-        return self._answers.unwanted
+        return self._answers.is_unwanted()
+
+    def computed(self) -> None:
+        """For the statistics: the next response is computed, what the model does until it is sent is output."""
+        self._answers.computed()
 
     def send(self, outputs: Arrays | None = None, *, error: str | InferError = "", final: bool = False) -> None:
         """Send one response: `outputs`, or an error; `final`: the last one, which may also be empty.
@@ -120,6 +125,7 @@ class Answers:
     __slots__ = (
         "_began",
         "_channel",
+        "_clock",
         "_ended",
         "_instance",
         "_lock",
@@ -147,14 +153,21 @@ class Answers:
         self._numbers: deque[int] = deque(maxlen=plan.responses)  # of the latest parts, to know when they were read
         self._parts = 0
         self._began = now
+        self._clock = ResponseClock(instance.block, streams.lock, now)
         self._lock = threading.Lock()  # one response at a time; what ended is written no more
         self._ended = False  # its final completion is published
         self._over = False  # by the model, or nobody wants more: sending is no mistake, and does nothing
 
-    @property
-    def unwanted(self) -> bool:
-        """Has it been ended without the model?"""
-        return self._over or bool(self.request.ended)
+    def is_unwanted(self) -> bool:
+        """As `Stream.cancelled`."""
+        unwanted = self._over or bool(self.request.ended)
+        if unwanted:
+            self._clock.cancelled(_now())
+        return unwanted
+
+    def computed(self) -> None:
+        """As `Stream.computed`."""
+        self._clock.computed(_now())
 
     def send(self, outputs: Arrays | None, error: str | InferError, final: bool) -> None:
         """As `Stream.send`."""
@@ -164,17 +177,22 @@ class Answers:
             )
         with self._lock:
             if self._over:
+                if final:
+                    self._clock.sent(CANCEL, _now())
                 return
             if self._ended:
                 raise InferError(Code.INTERNAL, "Unable to send response. Response sender has been closed.")
             if self.request.ended:
                 self._give_up(CANCELLED)
+                if final:
+                    self._clock.sent(CANCEL, _now())
             elif error:
                 failure = error if isinstance(error, InferError) else InferError(Code.INTERNAL, error)
                 self._fail(failure, final)
             elif outputs is not None:
                 self._respond(outputs, final)
             else:
+                self._clock.sent(EMPTY, _now())
                 self._end()
 
     def fail(self, error: InferError) -> None:
@@ -286,6 +304,7 @@ class Answers:
 
     def _fail(self, error: InferError, final: bool) -> None:
         self.request.fail(Code[error.code], error.message)
+        self._clock.sent(FAIL, _now())
         if final:
             self._end()
         elif self._wait(self._published_error):
@@ -310,7 +329,9 @@ class Answers:
         self._streams.end(request)
 
     def _count_sent(self, copied: int, began: int) -> None:
-        self.request.output_ns += _now() - began
+        now = _now()
+        self.request.output_ns += now - began
+        self._clock.sent(SUCCESS, now)
         with self._streams.lock:
             self._instance.count_copy("output", copied)
 

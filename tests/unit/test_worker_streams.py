@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from broker.statistics_blocks import StatisticsBlocks
 from broker.worker import stream as stream_module
 from broker.worker.execute import run_batch
 from broker.worker.stream import Stream
@@ -19,6 +20,7 @@ from shm import datatypes, statistics
 from shm.errors import Code, InferError
 from shm.layout import CODE_MASK, FINAL, NOTED
 from shm.responses import Extent, part_count, unpack
+from shm.statistics import BLOCKS
 from tests.fakes.channel import Twin
 from tests.fakes.loaded import Loaded, spec
 from tests.fakes.loading import run
@@ -320,3 +322,30 @@ def test_whatever_is_sent_arrives(tmp_path, seed):
     assert reader.responses == expected
     assert lab.worker.broken == ""
     lab.close()
+
+
+def test_statistics_by_the_index_of_a_response(lab):
+    stream, _, _ = lab.start()
+    stream.send(y(1))
+    stream.send(error="no")
+    stream.send(final=True)
+    stream, _, ident = lab.start()
+    stream.send(y(1))
+    lab.client.cancel(ident)
+    lab.worker.take(10, 1, [])
+    assert stream.cancelled
+    stream.send(final=True)
+    blocks = StatisticsBlocks(lab.loaded.page)
+    block = next(index for index in range(BLOCKS) if lab.loaded.page.block(index)[statistics.SUCCESS])
+    blocks._blocks["m", 1] = {"": [block]}
+    stats = blocks.model_stats("m", 1)["response_stats"]
+    counts = {index: {name: each["count"] for name, each in of.items() if each["count"]} for index, of in stats.items()}
+    assert counts == {
+        "0": {"compute_infer": 2, "compute_output": 2, "success": 2},
+        "1": {"compute_infer": 1, "compute_output": 1, "fail": 1, "cancel": 1},
+        "2": {"compute_infer": 1, "empty_response": 1},
+    }
+    total = {name: sum(of[name]["ns"] for of in stats.values()) for name in stats["0"]}
+    assert (
+        total["success"] + total["fail"] + total["empty_response"] == total["compute_infer"] + total["compute_output"]
+    )

@@ -52,6 +52,7 @@ class Square:
                 break
             if index >= count - self._empty:
                 continue
+            stream.computed()
             sleep_unless(lambda: stream.cancelled, self._output_s)
             if index >= count - self._empty - self._fail:
                 stream.send(error="square backend's intentional error, as CUSTOM_FAIL_COUNT says")
