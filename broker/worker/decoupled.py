@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from broker.worker.answers import Answers, Streams
 from broker.worker.backends import Operand
 from broker.worker.model import Instance
 from broker.worker.plans import Bytes, PlacedTensor, Plan
 from broker.worker.running import check_sizes
-from broker.worker.stream import Answers, Stream, Streams
+from broker.worker.stream import Stream
 from shm import datatypes, statistics
 from shm.admission import Request
 from shm.errors import Code, InferError
@@ -33,7 +34,9 @@ def run_streams(instance: Instance, streams: Streams, requests: Sequence[Request
         answers = Answers(instance, streams, request, now)
         streams.begin(answers)
         try:
-            given.append(Stream(answers, _inputs(instance, streams, request)))
+            inputs = _inputs(instance, streams, request)
+            names = [tensor.name for tensor in answers.tensors]
+            given.append(Stream(answers, inputs, names, request.request_id, request.rows))
         except Exception as error:
             answers.send(None, _described(error), True)
     if not given:

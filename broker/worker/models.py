@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import final
 
 from broker.worker import backends
+from broker.worker.answers import Streams
 from broker.worker.cache import ResponseCache
 from broker.worker.cached import Cached
 from broker.worker.ensemble import Ensemble
@@ -17,7 +18,6 @@ from broker.worker.loop import Loop
 from broker.worker.messages import LoadInstances
 from broker.worker.model import MISSING, LoadedModel
 from broker.worker.plans import Plan, adopt
-from broker.worker.stream import Streams
 from shm import statistics
 from shm.admission import Verdict
 from shm.errors import Code, InferError

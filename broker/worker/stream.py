@@ -1,84 +1,43 @@
-"""Responses of decoupled models: any number to a request, sent by any thread, also long after it was run.
+"""A request as a decoupled model sees it: read its inputs, send any number of responses, from any thread.
 
-A `Stream` is a request as the model sees it. It puts every response straight into the client's memory (see
-`shm.responses`), and waits for a client that does not read: never in the loop, only in the thread that sends. Its
-request is live until the final response, so the client's memory stays mapped and the model stays loaded.
-Made by `broker.worker.decoupled`.
+Given to models by `broker.worker.decoupled`, and by `broker.worker.warm_up`. Backends import it for its type.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any, Protocol, final
 
-import numpy as np
 import numpy.typing as npt
 
-from broker.worker.binding import serialized
-from broker.worker.model import Instance
-from broker.worker.plans import Bytes, Plan
-from broker.worker.response_statistics import CANCEL, EMPTY, FAIL, SUCCESS, ResponseClock
-from broker.worker.running import check_sizes
-from shm import datatypes, responses, statistics
-from shm.admission import Request, Verdict
-from shm.errors import Code, InferError
-from shm.responses import Extent
-from shm.worker_channel import WorkerChannel
+from shm.errors import InferError
 
-PATIENCE_NS = 30_000_000_000  # how long a response waits for a client that does not read those before it
-SHORTEST_S, LONGEST_S = 50e-6, 1e-3  # between two looks at whether it has: clients do not ring for that
-CANCELLED: Verdict = (Code.CANCELLED, "the request was cancelled")
-UNREAD: Verdict = (
-    Code.UNAVAILABLE,
-    f"the client did not read its responses for {PATIENCE_NS // 10**9} s, so the request was cancelled",
-)
-DROPPED: Verdict = (Code.INTERNAL, "the model let go of the request without a final response")
-_now = time.monotonic_ns
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 
-@final
-class Streams:
-    """The requests of one model that have begun and not ended."""
+class Taker(Protocol):
+    """Who takes the responses of one request."""
 
-    __slots__ = ("_dropped", "_live", "lock")
+    def send(self, outputs: Arrays | None, error: str | InferError, final: bool) -> None:
+        """As `Stream.send`."""
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()  # the statistics, which any thread of the model's may add to
-        self._live: dict[Request, Answers] = {}
-        self._dropped: deque[Answers] = deque()
+    def fail(self, error: InferError) -> None:
+        """As `Stream.fail`."""
 
-    def __len__(self) -> int:
-        return len(self._live)
+    def is_unwanted(self) -> bool:
+        """As `Stream.cancelled`."""
 
-    def begin(self, answers: Answers) -> None:
-        """A request has been given to the model."""
-        self._live[answers.request] = answers
+    def computed(self) -> None:
+        """As `Stream.computed`."""
 
-    def end(self, request: Request) -> None:
-        """It has ended."""
-        self._live.pop(request, None)
-
-    def drop(self, answers: Answers) -> None:
-        """Nobody can answer it any more. Called while memory is collected: takes no lock and ends nothing itself."""
-        self._dropped.append(answers)
-
-    def look(self) -> None:
-        """End what nobody can answer any more, and what its client does not want any more. From time to time."""
-        while self._dropped:
-            self._dropped.popleft().end_if_idle(DROPPED)
-        for request, answers in list(self._live.items()):
-            if request.ended:
-                answers.end_if_idle(CANCELLED)
+    def let_go(self) -> None:
+        """Nobody holds the stream any more."""
 
 
 @final
 class Stream:
-    """A request as a decoupled model sees it. Any thread may use it.
+    """A request as a decoupled model sees it (`broker.worker.backends.DecoupledModel`). Any thread may use it.
 
     `inputs`: arrays by name, copies of the client's; BYTES as object arrays of `bytes`. `outputs`: the names that the
     client asked for; what it did not ask for is not sent. `request_id`: the client's number, 0 without one.
@@ -86,12 +45,12 @@ class Stream:
 
     __slots__ = ("_answers", "inputs", "outputs", "request_id", "rows")
 
-    def __init__(self, answers: Answers, inputs: Arrays) -> None:
+    def __init__(self, answers: Taker, inputs: Arrays, outputs: Sequence[str], request_id: int, rows: int) -> None:
         self._answers = answers
         self.inputs: Arrays = MappingProxyType(dict(inputs))
-        self.outputs = tuple(tensor.name for tensor in answers.tensors)
-        self.request_id = answers.request.request_id
-        self.rows = answers.request.rows
+        self.outputs = tuple(outputs)
+        self.request_id = request_id
+        self.rows = rows
 
     @property
     def cancelled(self) -> bool:
@@ -116,237 +75,3 @@ class Stream:
 
     def __del__(self) -> None:
         self._answers.let_go()
-
-
-@final
-class Answers:
-    """Where the responses of one request go."""
-
-    __slots__ = (
-        "_began",
-        "_channel",
-        "_clock",
-        "_ended",
-        "_instance",
-        "_lock",
-        "_numbers",
-        "_over",
-        "_parts",
-        "_plan",
-        "_rooms",
-        "_streams",
-        "request",
-        "tensors",
-    )
-
-    def __init__(self, instance: Instance, streams: Streams, request: Request, now: int) -> None:
-        plan, channel = request.plan, request.channel
-        assert isinstance(plan, Plan)
-        assert isinstance(channel, WorkerChannel)
-        self.request = request
-        self.tensors = plan.outputs
-        self._instance = instance
-        self._streams = streams
-        self._plan = plan
-        self._channel = channel
-        self._rooms = [tensor.place.byte_size // plan.responses for tensor in plan.outputs]
-        self._numbers: deque[int] = deque(maxlen=plan.responses)  # of the latest parts, to know when they were read
-        self._parts = 0
-        self._began = now
-        self._clock = ResponseClock(instance.block, streams.lock, now)
-        self._lock = threading.Lock()  # one response at a time; what ended is written no more
-        self._ended = False  # its final completion is published
-        self._over = False  # by the model, or nobody wants more: sending is no mistake, and does nothing
-
-    def is_unwanted(self) -> bool:
-        """As `Stream.cancelled`."""
-        unwanted = self._over or bool(self.request.ended)
-        if unwanted:
-            self._clock.cancelled(_now())
-        return unwanted
-
-    def computed(self) -> None:
-        """As `Stream.computed`."""
-        self._clock.computed(_now())
-
-    def send(self, outputs: Arrays | None, error: str | InferError, final: bool) -> None:
-        """As `Stream.send`."""
-        if outputs is None and not error and not final:
-            raise InferError(
-                Code.INVALID_ARG, "Inference Response object must be provided when the response flags is set to zero."
-            )
-        with self._lock:
-            if self._over:
-                if final:
-                    self._clock.sent(CANCEL, _now())
-                return
-            if self._ended:
-                raise InferError(Code.INTERNAL, "Unable to send response. Response sender has been closed.")
-            if self.request.ended:
-                self._give_up(CANCELLED)
-                if final:
-                    self._clock.sent(CANCEL, _now())
-            elif error:
-                failure = error if isinstance(error, InferError) else InferError(Code.INTERNAL, error)
-                self._fail(failure, final)
-            elif outputs is not None:
-                self._respond(outputs, final)
-            else:
-                self._clock.sent(EMPTY, _now())
-                self._end()
-
-    def fail(self, error: InferError) -> None:
-        """As `Stream.fail`."""
-        with self._lock:
-            if not self._ended:
-                self._fail(error, True)
-
-    def let_go(self) -> None:
-        """Nobody holds the stream any more."""
-        if not self._ended:
-            self._streams.drop(self)
-
-    def end_if_idle(self, verdict: Verdict) -> None:
-        """End it now, unless it has ended or a response is on its way."""
-        if self._lock.acquire(blocking=False):
-            try:
-                if not self._ended:
-                    self._give_up(verdict)
-            finally:
-                self._lock.release()
-
-    # --- with the lock -----------------------------------------------------------------------------------------------
-
-    def _respond(self, outputs: Arrays, final: bool) -> None:
-        began = _now()
-        data = self._serialized(outputs)
-        extents = [None if each is None else Extent(shape, each.size) for each, shape in data]
-        note = responses.pack(extents)
-        count = responses.part_count(extents, self._rooms)
-        copied = 0
-        for part in range(count):
-            if not self._wait(self._has_place):
-                return
-            size = self._write([each for each, _ in data], part)
-            copied += size
-            self.request.copied += size
-            self.request.note = note
-            if final and part == count - 1:
-                self._count_sent(copied, began)
-                self._end()
-            elif not self._wait(self._published):
-                return
-        if not final:
-            self._count_sent(copied, began)
-
-    def _serialized(self, outputs: Arrays) -> list[tuple[Bytes | None, tuple[int, ...]]]:
-        model = self._instance.model
-        known = {tensor.name: tensor.datatype for tensor in model.config.output}
-        for name, array in outputs.items():
-            datatype = known.get(name)
-            if datatype is None:
-                raise InferError(Code.INVALID_ARG, f"model '{model.name}' has no output '{name}'")
-            if datatype != datatypes.BYTES and np.asarray(array).dtype != datatypes.numpy_dtype(datatype):
-                raise InferError(
-                    Code.INVALID_ARG,
-                    f"output '{name}' of model '{model.name}' is {datatype}, got an array of {np.asarray(array).dtype}",
-                )
-        found: list[tuple[Bytes | None, tuple[int, ...]]] = []
-        for tensor in self.tensors:
-            if tensor.name not in outputs:
-                found.append((None, ()))
-                continue
-            array = np.asarray(outputs[tensor.name])
-            reshape = model.reshapes.get(tensor.name)
-            shape = tuple(array.shape) if reshape is None else reshape.to_client(tensor.name, array.shape)
-            found.append((serialized(tensor, array), shape))
-        return found
-
-    def _write(self, data: Sequence[Bytes | None], part: int) -> int:
-        """Put part `part` of a response into the request's next place; returns how many bytes."""
-        check_sizes(self._plan)
-        place = self._parts % self._plan.responses
-        written = 0
-        for tensor, room, whole in zip(self.tensors, self._rooms, data, strict=True):
-            piece = whole[part * room : (part + 1) * room] if whole is not None else ()
-            if len(piece):
-                target = tensor.memory(self.request.output_position)
-                target[place * room : place * room + len(piece)] = piece
-                written += len(piece)
-        self._parts += 1
-        return written
-
-    def _has_place(self) -> bool:
-        """Has the client read what lies in the next place?"""
-        numbers = self._numbers
-        return len(numbers) < (numbers.maxlen or 0) or self._channel.was_read(numbers[0])
-
-    def _published(self) -> bool:
-        number = self._channel.respond(self.request)
-        if number:
-            self._numbers.append(number)
-            self.request.copied = 0  # each completion has its own
-            self.request.note = b""  # an ending without one has no response
-        return number != 0
-
-    def _wait(self, ready: Callable[[], bool]) -> bool:
-        """Until `ready`. False: nobody wants a response any more, and the request has ended."""
-        if ready():
-            return True
-        pause_s, until = SHORTEST_S, _now() + PATIENCE_NS
-        while not ready():
-            if self.request.ended or self._channel.broken or _now() > until:
-                self._give_up(CANCELLED if self.request.ended or self._channel.broken else UNREAD)
-                return False
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_S)
-        return True
-
-    def _fail(self, error: InferError, final: bool) -> None:
-        self.request.fail(Code[error.code], error.message)
-        self._clock.sent(FAIL, _now())
-        if final:
-            self._end()
-        elif self._wait(self._published_error):
-            self.request.code, self.request.note = Code.OK, b""
-
-    def _published_error(self) -> bool:
-        return self._channel.respond(self.request) != 0
-
-    def _give_up(self, verdict: Verdict) -> None:
-        self._over = True
-        self.request.fail(*verdict)
-        self._end()
-
-    def _end(self) -> None:
-        """Publish the ending that the request has: an error, the last part of a response, or nothing."""
-        request = self.request
-        self._ended = True
-        request.infer_ns = _now() - self._began - request.output_ns
-        with self._streams.lock:
-            _count_ending(self._instance.block, request)
-        self._channel.complete((request,))
-        self._streams.end(request)
-
-    def _count_sent(self, copied: int, began: int) -> None:
-        now = _now()
-        self.request.output_ns += now - began
-        self._clock.sent(SUCCESS, now)
-        with self._streams.lock:
-            self._instance.count_copy("output", copied)
-
-
-def _count_ending(block: memoryview, request: Request) -> None:
-    block[statistics.LAST_MS] = int(time.time() * 1000)
-    if request.code:
-        block[statistics.CANCELLED if request.code == Code.CANCELLED else statistics.FAIL] += 1
-        if request.code != Code.CANCELLED:
-            block[statistics.FAIL_NS] += request.infer_ns
-        return
-    block[statistics.SUCCESS] += 1
-    block[statistics.INFERENCES] += request.rows or 1
-    block[statistics.QUEUE_NS] += request.queue_ns
-    block[statistics.INFER_NS] += request.infer_ns
-    block[statistics.OUTPUT_NS] += request.output_ns
-    took = request.queue_ns + request.infer_ns + request.output_ns
-    block[statistics.LATENCY + statistics.bucket(took)] += 1

@@ -5,6 +5,7 @@ Called by `broker.worker.model` while a model is loaded, for each instance in tu
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import final
 
@@ -14,6 +15,8 @@ import numpy.typing as npt
 from broker.repository.config import ModelConfig
 from broker.repository.scheduling import Control, State, WarmUp, WarmUpInput
 from broker.worker.backends import Operand, RuntimeModel
+from broker.worker.backends.builtin import array_of
+from broker.worker.stream import Stream
 from shm import datatypes
 from shm.errors import Code, InferError
 
@@ -21,19 +24,22 @@ Bytes = npt.NDArray[np.uint8]
 Shape = tuple[int, ...]
 RANDOM_BELOW = 100  # random integers are small: they may be indices
 RANDOM_TEXT = 8  # characters
+STREAM_S = 60.0  # for the final response of a decoupled model
 
 
 def warm_up(config: ModelConfig, runtime: RuntimeModel, shape_of: Callable[[str, Shape], Shape]) -> None:
     """Run every sample as often as it says. `shape_of`: the runtime's shape of a tensor, from the clients'.
 
-    Raises InferError with Triton's text. Decoupled models are run by their first requests only: there is nobody here
-    to take responses.
+    Raises InferError with Triton's text. A decoupled model has a minute for its final response to a sample.
     """
-    if config.decoupled:
-        return
     for sample in config.warm_up:
         try:
             operands = _Operands(config, sample, shape_of)
+            execute = getattr(runtime, "execute", None) if config.decoupled else None
+            if execute is not None:
+                for _ in range(sample.count):
+                    _stream(execute, operands)
+                continue
             binding = runtime.bind(operands.inputs(), operands.outputs())
             for _ in range(sample.count):
                 binding.run()
@@ -52,6 +58,7 @@ class _Operands:
         self._sample = sample
         self._shape_of = shape_of
         self._batch = (sample.batch_size,) if config.max_batch_size > 0 else ()
+        self.rows = sample.batch_size if config.max_batch_size > 0 else 0
 
     def inputs(self) -> list[Operand]:
         given = {each.name for each in self._sample.inputs}
@@ -94,6 +101,49 @@ class _Operands:
             name=state.input_name, datatype=state.datatype, dims=dims, kind="file" if data else "zero", data=data
         )
         return Operand(state.input_name, state.datatype, (*self._batch, *dims), _repeated(_element(given), self._batch))
+
+
+def _stream(execute: Callable[[list[Stream]], None], operands: _Operands) -> None:
+    """One request to a decoupled model, whose responses nobody wants."""
+    ending = _Ending()
+    inputs = {operand.name: array_of(operand) for operand in operands.inputs()}
+    names = [operand.name for operand in operands.outputs()]
+    execute([Stream(ending, inputs, names, 0, operands.rows)])
+    if not ending.came.wait(STREAM_S):
+        raise InferError(Code.UNAVAILABLE, f"it had no final response within {STREAM_S:g} s")
+    if ending.error:
+        raise ending.error
+
+
+@final
+class _Ending:
+    """Waits for the final response. Implements `broker.worker.stream.Taker`."""
+
+    def __init__(self) -> None:
+        self.came = threading.Event()
+        self.error: InferError | None = None
+
+    def send(self, outputs: object, error: str | InferError, final: bool) -> None:
+        """Nobody looks at what is sent but for errors."""
+        if error:
+            self.error = error if isinstance(error, InferError) else InferError(Code.INTERNAL, error)
+        if final:
+            self.came.set()
+
+    def fail(self, error: InferError) -> None:
+        """The model raised: `warm_up` sees that itself."""
+
+    def is_unwanted(self) -> bool:
+        """It is wanted until it ends."""
+        return self.came.is_set()
+
+    def computed(self) -> None:
+        """No statistics."""
+
+    def let_go(self) -> None:
+        """Without a final response."""
+        if not self.came.is_set():
+            self.send(None, "the model let go of the request without a final response", True)
 
 
 def _element(given: WarmUpInput) -> Bytes:

@@ -150,3 +150,54 @@ def test_a_sample_that_fails_says_which(tmp_path):
 def test_a_sample_without_data_for_an_input_is_refused(add1):
     with pytest.raises(InferError, match="failed to run warmup sample 's': it has no data for input 'x'"):
         run(add1, WarmUp(name="s", batch_size=1, inputs=()))
+
+
+class Answering(Runtime):
+    """A decoupled one: sends what it is told to send."""
+
+    def __init__(self, *sends: dict) -> None:
+        super().__init__()
+        self.sends = sends
+        self.seen: list[np.ndarray] = []
+
+    def execute(self, streams) -> None:
+        self.runs += 1
+        for stream in streams:
+            self.seen.append(stream.inputs["x"])
+            for send in self.sends:
+                stream.send(**send)
+
+
+ZEROS = WarmUpInput(name="x", datatype="FP32", dims=(4,), kind="zero")
+SAMPLE = WarmUp(name="w", batch_size=2, inputs=(ZEROS,), count=3)
+    name="w", batch_size=2, inputs=(WarmUpInput(name="x", datatype="FP32", dims=(4,), kind="zero"),), count=3
+)
+
+
+@pytest.fixture
+def decoupled(tmp_path):
+    return replace(config_of(tmp_path, models.add1(), "max_batch_size: 4\n"), decoupled=True, warm_up=(SAMPLE,))
+
+
+def test_a_decoupled_model_is_run_until_its_final_responses(decoupled):
+    runtime = Answering({"outputs": {"y": np.zeros((2, 4), np.float32)}}, {"final": True})
+    warm_up(decoupled, runtime, lambda name, shape: shape)
+    assert runtime.runs == 3
+    assert [seen.shape for seen in runtime.seen] == [(2, 4)] * 3
+
+
+def test_a_decoupled_model_that_knows_nothing_of_streams_is_run_like_others(decoupled):
+    runtime = Runtime()
+    warm_up(decoupled, runtime, lambda name, shape: shape)
+    assert runtime.runs == 3
+
+
+@pytest.mark.parametrize("sends", [[{"error": "no", "final": True}], [{"error": "no"}, {"final": True}]])
+def test_an_error_of_a_decoupled_model_fails_the_warm_up(decoupled, sends):
+    with pytest.raises(InferError, match="failed to run warmup sample 'w': no"):
+        warm_up(decoupled, Answering(*sends), lambda name, shape: shape)
+
+
+def test_a_decoupled_model_that_forgets_its_sample_fails_the_warm_up(decoupled):
+    with pytest.raises(InferError, match="let go of the request without a final response"):
+        warm_up(decoupled, Answering(), lambda name, shape: shape)

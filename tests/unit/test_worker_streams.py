@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from broker.statistics_blocks import StatisticsBlocks
-from broker.worker import stream as stream_module
+from broker.worker import answers
 from broker.worker.execute import run_batch
 from broker.worker.stream import Stream
 from shm import datatypes, statistics
@@ -276,7 +276,7 @@ def test_a_sender_waits_for_the_client_to_read(lab):
 
 
 def test_a_client_that_never_reads_is_given_up(lab, monkeypatch):
-    monkeypatch.setattr(stream_module, "PATIENCE_NS", 1_000_000)
+    monkeypatch.setattr(answers, "PATIENCE_NS", 1_000_000)
     stream, reader, _ = lab.start()
     for number in range(RESPONSES + 1):
         stream.send(y(number))

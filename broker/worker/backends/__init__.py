@@ -11,13 +11,16 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from broker.repository.config import InstanceGroup, ModelConfig
 from shm.errors import Code, InferError
+
+if TYPE_CHECKING:
+    from broker.worker.stream import Stream
 
 
 class Context(NamedTuple):
@@ -64,6 +67,19 @@ class RuntimeModel(Protocol):
 
     def close(self) -> None:
         """Give the memory back."""
+
+
+class DecoupledModel(RuntimeModel, Protocol):
+    """What `load` returns for a model with `model_transaction_policy { decoupled: true }` that answers as it likes.
+
+    One that has no `execute` is run like any other and sends one response, the final one.
+    """
+
+    def execute(self, streams: list[Stream]) -> None:
+        """Begin to answer these requests. Each ends with its final response, sent by any thread at any time.
+
+        What is raised ends all of them that have not ended. The instance gets its next batch when this returns.
+        """
 
 
 class Backend(Protocol):
