@@ -170,8 +170,6 @@ class Answering(Runtime):
 
 ZEROS = WarmUpInput(name="x", datatype="FP32", dims=(4,), kind="zero")
 SAMPLE = WarmUp(name="w", batch_size=2, inputs=(ZEROS,), count=3)
-    name="w", batch_size=2, inputs=(WarmUpInput(name="x", datatype="FP32", dims=(4,), kind="zero"),), count=3
-)
 
 
 @pytest.fixture
