@@ -13,6 +13,7 @@ from __future__ import annotations
 from clientlib.async_client import AsyncClient
 from clientlib.async_pending import AsyncPending
 from clientlib.async_plans import AsyncPlan
+from clientlib.async_streams import AsyncStream
 from clientlib.callable_model import AsyncModel, Model
 from clientlib.client import Client
 from clientlib.default import (
@@ -27,6 +28,7 @@ from clientlib.default import (
     register_cuda_shm,
     register_system_shm,
     statistics,
+    stream,
     unload,
     unregister,
 )
@@ -35,6 +37,7 @@ from clientlib.pending import Pending
 from clientlib.plans import Plan
 from clientlib.region import AsyncRegion, Region, TensorRef
 from clientlib.results import InferResult, Timing
+from clientlib.streams import Stream
 from shm.errors import ConnectionLost, ForkedError, InferError
 
 __all__ = [
@@ -43,6 +46,7 @@ __all__ = [
     "AsyncPending",
     "AsyncPlan",
     "AsyncRegion",
+    "AsyncStream",
     "Client",
     "ConnectionLost",
     "ForkedError",
@@ -52,6 +56,7 @@ __all__ = [
     "Pending",
     "Plan",
     "Region",
+    "Stream",
     "TensorRef",
     "Timing",
     "connect",
@@ -67,6 +72,7 @@ __all__ = [
     "register_cuda_shm",
     "register_system_shm",
     "statistics",
+    "stream",
     "unload",
     "unregister",
 ]

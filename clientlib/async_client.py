@@ -14,14 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar, final
 
-from clientlib.address import Absent, dial
-from clientlib.arguments import LoadConfig, LoadFiles, load_arguments, model_text, seconds, version_text, whole
+from clientlib.arguments import LoadConfig, LoadFiles, load_arguments, model_text, version_text, whole
 from clientlib.async_lane import AsyncLane, LoopLanes
 from clientlib.async_plans import AsyncPlan, turn
+from clientlib.async_reach import AsyncReach
 from clientlib.async_session import AsyncSession
+from clientlib.async_streams import AsyncSource, AsyncStream
 from clientlib.automatic import Automatic, Inputs, Request, check_parameters, told_apart
 from clientlib.callable_model import AsyncModel
-from clientlib.client import CALL_S, MAX_SLOTS, NO_CUDA, RECONNECT_S, RETRY_S
+from clientlib.client import CALL_S, MAX_SLOTS, NO_CUDA, RECONNECT_S
 from clientlib.layout import PlanOutdated, RoomNeeded
 from clientlib.link import Bound, Link, Prepared
 from clientlib.native import Native
@@ -29,8 +30,8 @@ from clientlib.process import StaysHere
 from clientlib.recipe import Budget, Outputs, Recipe, Slots, recipe
 from clientlib.region import AsyncRegion, MappedRegion, NamedRegion, TensorRef
 from clientlib.results import InferResult
-from clientlib.session import Answer, Procedure
-from clientlib.submission import MAX_PRIORITY, deadline_ns_of, remaining_s
+from clientlib.session import Answer
+from clientlib.submission import MAX_PRIORITY, deadline_ns_of
 from shm.errors import Code, ConnectionLost, InferError
 from shm.messages import Message, ModelMetadata, RegionInfo, RegionRecord
 
@@ -56,13 +57,13 @@ class AsyncClient(StaysHere):
         self._loop = asyncio.get_running_loop()
         self._automatic: Automatic[AsyncPlan] = Automatic()
         self._preparing: dict[object, asyncio.Lock] = {}
-        self._connecting = asyncio.Lock()
+        self._reach = AsyncReach(self.native, self._loop)
         self._opening = asyncio.Lock()
         self.lost = asyncio.Event()  # of adopted clients: the session has ended, and with it the client
 
     async def start(self, timeout: float) -> None:
         """Connect for the first time. Called by `connect_async`."""
-        await self._connect(self._loop.time() + timeout, wait=False)
+        await self._reach.connect(self._loop.time() + timeout, wait=False)
 
     @classmethod
     async def adopt(
@@ -96,44 +97,44 @@ class AsyncClient(StaysHere):
 
         `fds` go with the message, and stay the caller's.
         """
-        return await self._run(lambda link: self.native.call(link, message, expects, fds), timeout)
+        return await self._reach.run(lambda link: self.native.call(link, message, expects, fds), timeout)
 
     # --- models ----------------------------------------------------------------------------------------------------
 
     async def models(self) -> dict[str, ModelMetadata]:
         """Every model of the broker by name, with its state."""
-        return await self._run(self.native.models)
+        return await self._reach.run(self.native.models)
 
     async def model(self, name: str, version: str | int = "") -> AsyncModel:
         """A model to call. Raises InferError when the broker does not serve it."""
         name, version = model_text(name), version_text(version)
-        await self._run(lambda link: self.native.model(link, name, version))
+        await self._reach.run(lambda link: self.native.model(link, name, version))
         return AsyncModel(self, self.native.known, name, version)
 
     async def statistics(self, model: str = "", version: str | int = "") -> list[dict[str, Any]]:
         """Triton's model statistics (counts, durations in ns), of one model or all."""
-        return await self._run(lambda link: self.native.statistics(link, model, version))
+        return await self._reach.run(lambda link: self.native.statistics(link, model, version))
 
     async def load(
         self, model: str, timeout: float = CALL_S, *, config: LoadConfig = None, files: LoadFiles = None
     ) -> None:
         """Load or reload a model; returns when it is ready. `config`, `files`: see `clientlib.arguments`."""
         given = load_arguments(config, files)
-        await self._run(lambda link: self.native.load(link, model, *given), timeout)
+        await self._reach.run(lambda link: self.native.load(link, model, *given), timeout)
 
     async def unload(self, model: str, timeout: float = CALL_S, *, unload_dependents: bool = False) -> None:
         """Unload a model; requests it has accepted are finished. `unload_dependents`: and members that only it used."""
-        await self._run(lambda link: self.native.unload(link, model, unload_dependents), timeout)
+        await self._reach.run(lambda link: self.native.unload(link, model, unload_dependents), timeout)
 
     # --- regions ---------------------------------------------------------------------------------------------------
 
     async def create_region(self, name: str, byte_size: int) -> AsyncRegion:
         """New shared memory that models read and write in place."""
-        return _own(await self._run(lambda link: self.native.create_region(link, name, byte_size)))
+        return _own(await self._reach.run(lambda link: self.native.create_region(link, name, byte_size)))
 
     async def register_system_shm(self, name: str, key: str, byte_size: int, offset: int = 0) -> AsyncRegion:
         """POSIX shared memory that exists already; `key` is its name below /dev/shm. It is never unlinked."""
-        return _own(await self._run(lambda link: self.native.register_system(link, name, key, byte_size, offset)))
+        return _own(await self._reach.run(lambda link: self.native.register_system(link, name, key, byte_size, offset)))
 
     async def register_cuda_shm(self, name: str, tensor: object = None, **_: object) -> AsyncRegion:
         """GPU memory; raises InferError UNSUPPORTED where there is none."""
@@ -141,19 +142,19 @@ class AsyncClient(StaysHere):
 
     async def open_region(self, token: str, name: str | None = None) -> AsyncRegion:
         """A region that another session of the same uid shared; `name` is what it is called here."""
-        return _own(await self._run(lambda link: self.native.open_region(link, name, token)))
+        return _own(await self._reach.run(lambda link: self.native.open_region(link, name, token)))
 
     async def share(self, region: MappedRegion) -> str:
         """As `region.share()`."""
-        return await self._run(lambda link: self.native.share(link, region))
+        return await self._reach.run(lambda link: self.native.share(link, region))
 
     async def regions(self) -> list[RegionRecord]:
         """The regions of this session as the broker knows them."""
-        return await self._run(self.native.list_regions)
+        return await self._reach.run(self.native.list_regions)
 
     async def unregister(self, name: str | None = None) -> None:
         """Retire one region, or all. Requests that run end as usual, arrays stay valid."""
-        await self._run(lambda link: self.native.unregister(link, name))
+        await self._reach.run(lambda link: self.native.unregister(link, name))
 
     # --- inference -------------------------------------------------------------------------------------------------
 
@@ -167,7 +168,7 @@ class AsyncClient(StaysHere):
     ) -> AsyncPlan:
         """Check a request once, to run it many times. As `Client.prepare`."""
         plan = AsyncPlan(self, recipe(model, inputs, outputs, slots, version, BUDGET))
-        await self._run(lambda link: self.native.prepare(link, plan))
+        await self._reach.run(lambda link: self.native.prepare(link, plan))
         return plan
 
     async def infer(
@@ -193,6 +194,45 @@ class AsyncClient(StaysHere):
             with told_apart(model):
                 return await self._infer(asked, deadline_ns, priority)
 
+    def stream(
+        self,
+        model: str,
+        inputs: Inputs,
+        outputs: Outputs = None,
+        timeout: float | None = None,
+        priority: int = 0,
+        parameters: Mapping[str, object] | None = None,
+        version: str | int = "",
+    ) -> AsyncStream:
+        """A request to iterate over with `async for`: any number of responses of a decoupled model, one of any other.
+
+        It is sent when the stream is first awaited; `timeout` counts from here. As `Client.stream`.
+        """
+        if parameters is not None:
+            check_parameters(parameters)
+        deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
+        asked = Request(model, version, inputs, outputs)
+        options = (0, whole(priority, "priority", 0, MAX_PRIORITY), 0, False, False)
+
+        plan: AsyncPlan
+
+        async def begin() -> AsyncSource:
+            nonlocal plan
+            plan = await self._plan(asked, deadline_ns)
+            try:
+                return await plan.source(deadline_ns, 0, options, asked.values)
+            except InferError as error:
+                self._forget(asked, plan, error)
+                raise
+
+        async def again(error: InferError) -> AsyncSource | None:
+            if (source := await plan.regrown(error, deadline_ns, 0, options, asked.values)) is not None:
+                return source
+            self._forget(asked, plan, error)
+            return await begin() if isinstance(error, PlanOutdated) else None
+
+        return AsyncStream(begin, again)
+
     # --- life ------------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
@@ -214,7 +254,7 @@ class AsyncClient(StaysHere):
         `model`: the recipe's, when the caller has just heard of it.
         """
         plan = AsyncPlan(self, made)
-        await self._run(lambda link: self.native.prepare(link, plan, model))
+        await self._reach.run(lambda link: self.native.prepare(link, plan, model))
         return plan
 
     def name_region(self, info: RegionInfo, identity: tuple[int, int]) -> MappedRegion:
@@ -234,23 +274,25 @@ class AsyncClient(StaysHere):
 
     async def bind(self, plan: AsyncPlan, deadline_ns: int) -> Bound[AsyncLane]:
         """What the loop needs to submit requests of `plan`."""
-        ends = self._ends(deadline_ns, RECONNECT_S)
+        ends = self._reach.ends(deadline_ns, RECONNECT_S)
         link, prepared = self.native.link, plan.prepared
         if prepared is not None and prepared.link is link and link.lanes.mine(prepared.worker) is not None:
-            return await self._run_until(ends, lambda link: self.native.bind(link, plan))
+            return await self._reach.run_until(ends, lambda link: self.native.bind(link, plan))
         # Hundreds of plans may be used for the first time at once: one opens the channel, for all.
         async with turn(self._opening, ends - self._loop.time(), "opens a channel"):
-            return await self._run_until(ends, lambda link: self.native.bind(link, plan))
+            return await self._reach.run_until(ends, lambda link: self.native.bind(link, plan))
 
     async def grow(self, plan: AsyncPlan, needed: RoomNeeded, deadline_ns: int) -> None:
         """Give an output of `plan` more room."""
-        await self._run_until(self._ends(deadline_ns, CALL_S), lambda link: self.native.grow(link, plan, needed))
+        await self._reach.run_until(
+            self._reach.ends(deadline_ns, CALL_S), lambda link: self.native.grow(link, plan, needed)
+        )
 
     async def release(self, prepared: Prepared[AsyncLane]) -> None:
         """Tell the broker that a plan will not be used any more, unless the session it was prepared on has ended."""
         if self.native.closed:
             return
-        self._check()
+        self._reach.check()
         link = prepared.link
         if link is self.native.link:
             assert isinstance(link.session, AsyncSession)
@@ -260,100 +302,39 @@ class AsyncClient(StaysHere):
     # --- inside ----------------------------------------------------------------------------------------------------
 
     async def _infer(self, asked: Request, deadline_ns: int, priority: int) -> InferResult:
+        plan = self._automatic.find(asked.key) or await self._plan(asked, deadline_ns)
+        try:
+            return await plan.infer_arrays(asked.values, deadline_ns, priority)
+        except InferError as error:
+            self._forget(asked, plan, error)
+            raise
+
+    async def _plan(self, asked: Request, deadline_ns: int) -> AsyncPlan:
         plan = self._automatic.find(asked.key)
         if plan is None:
             # Hundreds of requests of a new kind may come at once: one prepares, the others wait for its plan.
             lock = self._preparing.setdefault(asked.key, asyncio.Lock())
-            ends = self._ends(deadline_ns, CALL_S)
+            ends = self._reach.ends(deadline_ns, CALL_S)
             try:
                 async with turn(lock, ends - self._loop.time(), "prepares the same request"):
                     plan = self._automatic.find(asked.key)
                     if plan is None:
                         fresh = plan = AsyncPlan(self, asked.recipe(BUDGET))
-                        await self._run_until(ends, lambda link: self.native.prepare(link, fresh))
+                        await self._reach.run_until(ends, lambda link: self.native.prepare(link, fresh))
                         self._automatic.keep(asked.key, fresh, fresh.places_byte_size)
             finally:
                 self._preparing.pop(asked.key, None)
-        try:
-            return await plan.infer_arrays(asked.values, deadline_ns, priority)
-        except InferError as error:
-            if isinstance(error, PlanOutdated) or error.code in ("NOT_FOUND", "INVALID_ARG"):
-                self._automatic.drop(asked.key, plan)  # the model or a region may have changed: look again next time
-            raise
+        return plan
 
-    async def _run(
-        self,
-        make: Callable[[Link[AsyncLane]], Procedure[T]],
-        timeout: float = CALL_S,
-    ) -> T:
-        return await self._run_until(self._loop.time() + seconds(timeout), make)
-
-    async def _run_until(self, deadline: float, make: Callable[[Link[AsyncLane]], Procedure[T]]) -> T:
-        while True:
-            self._check()
-            link = self.native.link
-            fresh = link is None
-            if link is None:
-                link = await self._connect(deadline, wait=True)
-            session = link.session
-            assert isinstance(session, AsyncSession)
-            try:
-                return await session.drive(make(link), deadline)
-            except ConnectionLost:
-                self.native.lose(link)
-                if fresh or self.native.closed:
-                    raise
+    def _forget(self, asked: Request, plan: AsyncPlan, error: InferError) -> None:
+        """After an error that says that the model or a region may have changed: look again next time."""
+        if isinstance(error, PlanOutdated) or error.code in ("NOT_FOUND", "INVALID_ARG"):
+            self._automatic.drop(asked.key, plan)
 
     def _ended(self) -> None:
         """The session of an adopted client is no more."""
         self.native.close()
         self.lost.set()
-
-    def _check(self) -> None:
-        self.native.check()
-        if asyncio.get_running_loop() is not self._loop:
-            raise InferError(Code.INVALID_ARG, "this client lives on another event loop: connect_async() on this one")
-
-    async def _connect(self, deadline: float, *, wait: bool) -> Link[AsyncLane]:
-        """The session, made anew unless another task was faster. `wait`: for a broker that was there before."""
-        what = f"connects to the broker in {self.native.directory}"
-        async with turn(self._connecting, deadline - self._loop.time(), what):
-            until = min(deadline, self._loop.time() + RECONNECT_S) if wait else deadline
-            while self.native.link is None:
-                self.native.check()
-                session = AsyncSession(await self._dial(until, wait=wait), self.native.directory, self._loop)
-                try:
-                    await session.drive(self.native.greet(), deadline)
-                    await session.drive(self.native.attach(), deadline)
-                except BaseException as error:
-                    session.close()
-                    # One that is just going down answers no more; its successor will.
-                    if not (wait and isinstance(error, ConnectionLost) and self._loop.time() < until):
-                        raise
-                else:
-                    self.native.link = Link(self.native.lose, session, LoopLanes())
-            return self.native.link
-
-    async def _dial(self, until: float, *, wait: bool) -> socket.socket:
-        while True:
-            try:
-                if (sock := dial(self.native.directory)) is not None:
-                    return sock
-                problem = InferError(Code.UNAVAILABLE, f"the broker in {self.native.directory} is too busy to answer")
-            except Absent as absent:
-                if not wait:
-                    raise absent.error from None
-                problem = absent.error
-            remaining = until - self._loop.time()
-            if remaining <= 0:
-                raise problem
-            await asyncio.sleep(min(remaining, RETRY_S))
-            self.native.check()
-
-    def _ends(self, deadline_ns: int, patience_s: float) -> float:
-        """Until when (loop time) what a request needs may take: its deadline, without one `patience_s`."""
-        remaining = remaining_s(deadline_ns)
-        return self._loop.time() + (patience_s if remaining is None else remaining)
 
 
 def _own(region: MappedRegion) -> AsyncRegion:

@@ -8,19 +8,29 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, final
+from typing import Protocol, final
 
 from clientlib.channels import GONE, Left
 from shm.client_channel import ClientChannel
 from shm.errors import Code, ForkedError, InferError
 from shm.layout import FINAL
 
-if TYPE_CHECKING:
-    from clientlib.async_pending import AsyncPending
-
 BUSY_S = 200e-6  # polling costs 15 µs a request, being rung 40 µs: worth it while requests follow each other
 REST_S = 0.05  # longest rest while requests are outstanding: bounds what a lost wake-up could cost
 LATE_S = 0.3  # for the ring of what a rest finds completed when it ends; after a death it is the broker that rings
+
+
+class Sends(Protocol):
+    """A request of the loop."""
+
+    def send(self) -> bool:
+        """Put it into the channel; False when that is full."""
+
+    def check(self) -> None:
+        """Raises struct.error for what `send` could not put into the channel."""
+
+    def settle(self, entry: tuple[int, ...], note: bytes) -> None:
+        """A completion, as of `shm.client_channel.Settles`."""
 
 
 @final
@@ -51,10 +61,10 @@ class AsyncLane:
         self._active = 0.0  # when something last happened (loop time)
         self._rest: asyncio.TimerHandle | None = None
         self._unrung = False  # something was completed, and nobody has rung since
-        self._queue: deque[AsyncPending] = deque()
+        self._queue: deque[Sends] = deque()
         self._loop.add_reader(channel.pipe_fd, self._rung)
 
-    def submit(self, pending: AsyncPending) -> None:
+    def submit(self, pending: Sends) -> None:
         """Send the request, or queue it behind those that came before."""
         if self.error is not None:
             raise self.error
@@ -64,7 +74,7 @@ class AsyncLane:
         if not self._busy:
             self._wake()
 
-    def withdraw(self, pending: AsyncPending) -> bool:
+    def withdraw(self, pending: Sends) -> bool:
         """Take a request back that was not sent yet; False when it was."""
         try:
             self._queue.remove(pending)

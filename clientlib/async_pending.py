@@ -8,7 +8,6 @@ nobody takes is no unretrieved exception.
 from __future__ import annotations
 
 import asyncio
-import struct
 import time
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, final
@@ -21,14 +20,12 @@ from clientlib.link import Bound
 from clientlib.pending import expired
 from clientlib.process import StaysHere
 from clientlib.results import InferResult
+from clientlib.submission import CARRIED
 from shm.errors import Code
 from shm.layout import CODE_MASK, FINAL
 
 if TYPE_CHECKING:
     from clientlib.async_plans import AsyncPlan
-
-
-_CARRIED = struct.Struct("=HHIHQ")  # the fields of a submission that the caller gives
 
 
 @final
@@ -120,7 +117,7 @@ class AsyncPending(StaysHere):
 
     def check(self) -> None:
         """Raises struct.error for what `send` could not put into the channel."""
-        _CARRIED.pack(self.input_slot, self.output_slot, self._rows, self._priority, self._sequence_id)
+        CARRIED.pack(self.input_slot, self.output_slot, self._rows, self._priority, self._sequence_id)
 
     def expire_at(self, deadline_ns: int) -> None:
         """Answer at the deadline, whatever the worker does."""
@@ -180,6 +177,14 @@ class AsyncPending(StaysHere):
             if self.entry is not None:
                 self.lease = None
             raise
+
+    def leave(self) -> None:
+        """Nobody will ask for the result, and it is not needed. Any thread, any time."""
+        self._left = True
+        if self.entry is not None:
+            self.lease = None
+        elif self.ident and self._bound.lane.error is None:
+            self._bound.channel.cancel(self.ident, wait=False)
 
     def __await__(self) -> Generator[Any, None, InferResult]:
         return self.result().__await__()

@@ -17,15 +17,17 @@ import numpy.typing as npt
 from clientlib.arena import Bank, Lease
 from clientlib.async_lane import AsyncLane
 from clientlib.async_pending import AsyncPending
+from clientlib.async_streams import AsyncInflow, AsyncSingle, AsyncSource, AsyncStream
 from clientlib.layout import RangeInUse, RoomNeeded
-from clientlib.link import Bound, Prepared
-from clientlib.overlap import in_use
+from clientlib.link import Bound, Prepared, outside
+from clientlib.overlap import Live, in_use
 from clientlib.pending import expired
-from clientlib.plans import Plan, outside, was_released
+from clientlib.plans import Plan, was_released
 from clientlib.process import StaysHere
 from clientlib.recipe import Recipe
 from clientlib.results import InferResult
-from clientlib.submission import NOT_CARRIED, check_all, check_options, deadline_ns_of, remaining_s
+from clientlib.streams import only_streams
+from clientlib.submission import NOT_CARRIED, Options, check_all, check_options, deadline_ns_of, remaining_s
 from shm.errors import Code, InferError
 
 if TYPE_CHECKING:
@@ -36,13 +38,14 @@ if TYPE_CHECKING:
 class AsyncPlan(StaysHere):
     """A model, and where its inputs and outputs lie, checked once. Verbs and arguments are those of `Plan`."""
 
-    __slots__ = ("__weakref__", "_binding", "_bound", "_client", "_released", "prepared", "recipe")
+    __slots__ = ("__weakref__", "_binding", "_bound", "_client", "_released", "_streaming", "prepared", "recipe")
     elsewhere = Plan.elsewhere
 
     def __init__(self, client: AsyncClient, recipe: Recipe) -> None:
         self._client = client
         self._binding = asyncio.Lock()
         self._bound: Bound[AsyncLane] | None = None
+        self._streaming: Bound[AsyncLane] | None = None  # instead of it, where requests have any number of responses
         self._released = False
         self.recipe = recipe
         self.prepared: Prepared[AsyncLane] | None = None
@@ -108,6 +111,33 @@ class AsyncPlan(StaysHere):
             await self._client.grow(self, needed, deadline_ns)
         return await (await self._start(deadline_ns, 0, None, options, values)).finish()
 
+    def stream(
+        self,
+        timeout: float | None = None,
+        input_slot: int = 0,
+        rows: int = 0,
+        priority: int = 0,
+        sequence_id: int = 0,
+        sequence_start: bool = False,
+        sequence_end: bool = False,
+    ) -> AsyncStream:
+        """A request to iterate over with `async for`: any number of responses of a decoupled model, one of any other.
+
+        It is sent when the stream is first awaited; `timeout` counts from here. As `Plan.stream`.
+        """
+        deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
+        return self._stream(deadline_ns, input_slot, (rows, priority, sequence_id, sequence_start, sequence_end))
+
+    def stream_arrays(
+        self,
+        values: Sequence[npt.NDArray[Any]],
+        deadline_ns: int,
+        priority: int,
+        sequence: tuple[int, bool, bool] = (0, False, False),
+    ) -> AsyncStream:
+        """As `infer_arrays`, with any number of responses. `values` are copied when the stream is first awaited."""
+        return self._stream(deadline_ns, 0, (0, priority, *sequence), values)
+
     async def release(self) -> None:
         """Let go, at the broker too, of what the plan holds. As `Plan.release`."""
         self._released = True
@@ -138,7 +168,7 @@ class AsyncPlan(StaysHere):
 
     def unbind(self) -> None:
         """The next request asks for its channel and the plan's word again."""
-        self._bound = None
+        self._bound = self._streaming = None
 
     def __del__(self) -> None:
         if self.prepared is not None:
@@ -146,16 +176,76 @@ class AsyncPlan(StaysHere):
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
+    def _stream(
+        self, deadline_ns: int, input_slot: int, options: Options, values: Sequence[npt.NDArray[Any]] = ()
+    ) -> AsyncStream:
+        async def begin() -> AsyncSource:
+            try:
+                return await self.source(deadline_ns, input_slot, options, values)
+            except NOT_CARRIED:
+                check_all(input_slot, None, *options)
+                raise
+
+        async def again(error: InferError) -> AsyncSource | None:
+            return await self.regrown(error, deadline_ns, input_slot, options, values)
+
+        return AsyncStream(begin, again)
+
+    async def source(
+        self, deadline_ns: int, input_slot: int, options: Options, values: Sequence[npt.NDArray[Any]] = ()
+    ) -> AsyncSource:
+        """Send the request of a stream. `values`: as for `infer_arrays`."""
+        bound = self._bound or self._streaming or await self._bind_any(deadline_ns)
+        if not bound.layout.responses:
+            return AsyncSingle(await self._start(deadline_ns, input_slot, None, options, values))
+        if (needed := bound.layout.outgrown) is not None:
+            await self._client.grow(self, needed, deadline_ns)
+            return await self.source(deadline_ns, input_slot, options, values)
+        bank = bound.layout.bank
+        lease = None if bank is None else bank.take() or await self._lease(bank, deadline_ns)
+        inflow = AsyncInflow(self, bound, input_slot, options, deadline_ns, lease, values)
+        self._claim(bound, inflow)
+        try:
+            inflow.submit()
+        except BaseException:
+            bound.live.pop(inflow.output_slot, None)
+            raise
+        return inflow
+
+    async def regrown(
+        self,
+        error: InferError,
+        deadline_ns: int,
+        input_slot: int,
+        options: Options,
+        values: Sequence[npt.NDArray[Any]] = (),
+    ) -> AsyncSource | None:
+        """The same once more, with more room, if `error` says that this was missing."""
+        if not isinstance(error, RoomNeeded):
+            return None
+        await self._client.grow(self, error, deadline_ns)
+        return await self.source(deadline_ns, input_slot, options, values)
+
     async def _bind(self, deadline_ns: int) -> Bound[AsyncLane]:
+        """For requests that have one response."""
+        bound = await self._bind_any(deadline_ns)
+        if bound.layout.responses:
+            raise only_streams(self.recipe.model)
+        return bound
+
+    async def _bind_any(self, deadline_ns: int) -> Bound[AsyncLane]:
         """One question to the broker for all tasks that start requests meanwhile."""
         async with turn(self._binding, remaining_s(deadline_ns), "binds the same plan"):
-            bound = self._bound
+            bound = self._bound or self._streaming
             if bound is None:
                 bound = None if self._released else await self._client.bind(self, deadline_ns)
                 if bound is None or self._released:
                     await self.release()  # also what was prepared meanwhile
                     raise was_released()
-                self._bound = bound
+                if bound.layout.responses:
+                    self._streaming = bound  # `_start`, which finds no other, must not use it
+                else:
+                    self._bound = bound
             return bound
 
     async def _start(
@@ -199,7 +289,7 @@ class AsyncPlan(StaysHere):
             pending.expire_at(deadline_ns)
         return pending
 
-    def _claim(self, bound: Bound[AsyncLane], pending: AsyncPending) -> None:
+    def _claim(self, bound: Bound[AsyncLane], pending: Live) -> None:
         """Mark the output position. Raises InferError when memory is in use."""
         for _ in range(2):
             if bound.ranges.rivals is not None:

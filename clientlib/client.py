@@ -31,6 +31,7 @@ from clientlib.recipe import Budget, Outputs, Slots, recipe
 from clientlib.region import MappedRegion, Region, TensorRef
 from clientlib.results import InferResult
 from clientlib.session import Procedure
+from clientlib.streams import Source, Stream
 from clientlib.submission import MAX_PRIORITY, deadline_ns_of
 from clientlib.sync_session import SyncSession
 from shm.errors import Code, ConnectionLost, InferError
@@ -173,6 +174,42 @@ class Client(StaysHere):
             with told_apart(model):
                 return self._infer(asked, deadline_ns, priority)
 
+    def stream(
+        self,
+        model: str,
+        inputs: Inputs,
+        outputs: Outputs = None,
+        timeout: float | None = None,
+        priority: int = 0,
+        parameters: Mapping[str, object] | None = None,
+        version: str | int = "",
+    ) -> Stream:
+        """Send a request; iterate over what comes: any number of responses of a decoupled model, one of any other.
+
+        Arguments are those of `infer`, except that outputs of a decoupled model cannot be placed, only named; see
+        `Stream` for what the iteration gives and raises, `Plan.stream` for `timeout`.
+        """
+        if parameters is not None:
+            check_parameters(parameters)
+        deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
+        asked = Request(model, version, inputs, outputs)
+        options = (0, whole(priority, "priority", 0, MAX_PRIORITY), 0, False, False)
+        plan = self._plan(asked, deadline_ns)
+
+        def again(error: InferError) -> Source | None:
+            if (source := plan.regrown(error, deadline_ns, 0, options, asked.values)) is not None:
+                return source
+            self._forget(asked, plan, error)
+            if not isinstance(error, PlanOutdated):
+                return None
+            return self._plan(asked, deadline_ns).source(deadline_ns, 0, options, asked.values)
+
+        try:
+            return Stream(plan.source(deadline_ns, 0, options, asked.values), again)
+        except InferError as error:
+            self._forget(asked, plan, error)
+            raise
+
     # --- life ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -209,17 +246,25 @@ class Client(StaysHere):
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _infer(self, asked: Request, deadline_ns: int, priority: int) -> InferResult:
+        plan = self._automatic.find(asked.key) or self._plan(asked, deadline_ns)
+        try:
+            return plan.infer_arrays(asked.values, deadline_ns, priority)
+        except InferError as error:
+            self._forget(asked, plan, error)
+            raise
+
+    def _plan(self, asked: Request, deadline_ns: int) -> Plan:
         plan = self._automatic.find(asked.key)
         if plan is None:
             fresh = Plan(self, asked.recipe(BUDGET))
             self._run_until(_ends(deadline_ns, CALL_S), lambda link: self.native.prepare(link, fresh))
             plan = self._automatic.keep(asked.key, fresh, fresh.places_byte_size)
-        try:
-            return plan.infer_arrays(asked.values, deadline_ns, priority)
-        except InferError as error:
-            if isinstance(error, PlanOutdated) or error.code in ("NOT_FOUND", "INVALID_ARG"):
-                self._automatic.drop(asked.key, plan)  # the model or a region may have changed: look again next time
-            raise
+        return plan
+
+    def _forget(self, asked: Request, plan: Plan, error: InferError) -> None:
+        """After an error that says that the model or a region may have changed: look again next time."""
+        if isinstance(error, PlanOutdated) or error.code in ("NOT_FOUND", "INVALID_ARG"):
+            self._automatic.drop(asked.key, plan)
 
     def _run(self, make: Callable[[Link[Lane]], Procedure[T]], timeout: float = CALL_S) -> T:
         return self._run_until(time.monotonic() + seconds(timeout), make)

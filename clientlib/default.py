@@ -18,6 +18,7 @@ from clientlib.plans import Plan
 from clientlib.recipe import Outputs, Slots
 from clientlib.region import Region, TensorRef
 from clientlib.results import InferResult
+from clientlib.streams import Stream
 from shm.messages import ModelMetadata, RegionRecord
 
 
@@ -117,3 +118,16 @@ def infer(
 ) -> InferResult:
     """As `Client.infer`."""
     return _default().infer(model, inputs, outputs, timeout, priority, parameters, version)
+
+
+def stream(
+    model: str,
+    inputs: Inputs,
+    outputs: Outputs = None,
+    timeout: float | None = None,
+    priority: int = 0,
+    parameters: Mapping[str, object] | None = None,
+    version: str | int = "",
+) -> Stream:
+    """As `Client.stream`."""
+    return _default().stream(model, inputs, outputs, timeout, priority, parameters, version)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 import numpy.typing as npt
 
-from clientlib import raw_results, shapes
+from clientlib import raw_results, responses, shapes
 from clientlib.arena import Bank, Block, Lease, aligned, owning
 from clientlib.overlap import Ranges, Span
 from clientlib.recipe import ArrayInput, Recipe
@@ -24,7 +24,7 @@ from shm import datatypes, views
 from shm.datatypes import BYTES
 from shm.errors import Code, InferError
 from shm.layout import CODE_MASK
-from shm.messages import ModelMetadata, TensorSpec
+from shm.messages import MAX_RESPONSES, ModelMetadata, TensorSpec
 from shm.views import Placement
 
 Array = npt.NDArray[Any]
@@ -120,10 +120,14 @@ class Sketch:
         "owns_outputs",
         "places",
         "raw",
+        "responses",
     )
 
-    def __init__(self, recipe: Recipe, inputs: Sequence[_Tensor], outputs: Sequence[_Tensor]) -> None:
+    def __init__(
+        self, recipe: Recipe, inputs: Sequence[_Tensor], outputs: Sequence[_Tensor], responses: int = 0
+    ) -> None:
         self._recipe, self._inputs, self._outputs = recipe, inputs, outputs
+        self.responses = responses
         self.raw = recipe.raw
         self.input_positions, self.output_positions = recipe.input_positions, recipe.output_positions
         own_inputs = any(tensor.region is None for tensor in inputs)
@@ -183,11 +187,13 @@ class Layout:
         "input_positions",
         "inputs",
         "mixed",
+        "outgrown",
         "output_positions",
         "outputs",
         "owns_outputs",
         "ranges",
         "raw",
+        "responses",
         "writes",
     )
 
@@ -204,6 +210,8 @@ class Layout:
         self.input_positions, self.output_positions = sketch.input_positions, sketch.output_positions
         self.byte_size = sketch.byte_size  # of the client's own block
         self.raw = sketch.raw
+        self.responses = sketch.responses  # places for responses in each output position; 0: there is one response
+        self.outgrown: RoomNeeded | None = None  # what the next stream should have room for
         self.owns_outputs = sketch.owns_outputs  # they lie in places of the bank: arrays can keep those
         self.mixed = not self.owns_outputs and any(tensor.own for tensor in outputs)
         spans: list[list[Span]] = [[], []]
@@ -305,6 +313,7 @@ def sketch(recipe: Recipe, model: ModelMetadata) -> Sketch:
     rows, sizes = shapes.batch_rows(model, given), shapes.symbol_sizes(model, given)
     first_room = shapes.first_room(sum(tensor.byte_size for tensor in inputs))
     known = {tensor.name: tensor for tensor in model.outputs}
+    places = MAX_RESPONSES if model.decoupled else 0
     outputs = []
     for name, ref in _wanted(recipe, model).items():
         metadata = known.get(name)
@@ -314,7 +323,10 @@ def sketch(recipe: Recipe, model: ModelMetadata) -> Sketch:
                 f"unexpected inference output '{name}' for model '{model.name}', the model has outputs {list(known)}",
             )
         shape = shapes.output_shape(metadata, rows, sizes)
-        if ref is not None:
+        if places:
+            room = responses.room(metadata.datatype, shape, recipe.rooms.get(name))
+            outputs.append(_streamed_output(name, ref, metadata.datatype, places * room))
+        elif ref is not None:
             outputs.append(_given_output(name, ref, shape))
         elif shapes.is_open(metadata.datatype, shape):
             # A size of 0 leaves no byte to make room for, whatever the others turn out to be.
@@ -322,7 +334,7 @@ def sketch(recipe: Recipe, model: ModelMetadata) -> Sketch:
             outputs.append(_Tensor(name, metadata.datatype, shape, room))
         else:
             outputs.append(_Tensor(name, metadata.datatype, shape, datatypes.byte_size(metadata.datatype, shape)))
-    return Sketch(recipe, inputs, outputs)
+    return Sketch(recipe, inputs, outputs, places)
 
 
 def _wanted(recipe: Recipe, model: ModelMetadata) -> dict[str, TensorRef | None]:
@@ -347,6 +359,16 @@ def _given_output(name: str, ref: TensorRef, shape: tuple[int, ...]) -> _Tensor:
             name, ref, tuple(-1 if dim == -1 else given for dim, given in zip(shape, ref.shape, strict=True))
         )
     return _of_ref(name, ref, ref.shape)
+
+
+def _streamed_output(name: str, ref: TensorRef | None, datatype: str, byte_size: int) -> _Tensor:
+    if ref is not None:
+        raise InferError(
+            Code.INVALID_ARG,
+            f"output '{name}' is placed in a region: outputs of a decoupled model come one response at a time: they "
+            "cannot be placed",
+        )
+    return _Tensor(name, datatype, (-1,), byte_size)
 
 
 def _of_ref(name: str, ref: TensorRef, shape: tuple[int, ...]) -> _Tensor:

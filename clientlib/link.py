@@ -6,12 +6,13 @@ Seen by `clientlib.native`, which fills it, and by the plans, which submit throu
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar, final
+from typing import Any, Generic, Protocol, TypeVar, final
 
 from clientlib.layout import Layout
 from clientlib.recipe import Recipe
 from shm import messages
 from shm.client_channel import ClientChannel
+from shm.errors import Code, InferError
 
 
 class Lane(Protocol):
@@ -85,6 +86,15 @@ class Bound(Generic[L]):
         self.input_positions = layout.input_positions
         self.output_positions = layout.output_positions
         self.word = word
+
+
+def outside(bound: Bound[Any], input_slot: int, output_slot: int) -> InferError:
+    """The error for positions that the plan does not have."""
+    return InferError(
+        Code.INVALID_ARG,
+        f"input_slot {input_slot} / output_slot {output_slot}: the plan has {bound.input_positions} input and "
+        f"{bound.output_positions} output positions",
+    )
 
 
 @final

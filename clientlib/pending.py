@@ -37,14 +37,12 @@ class Pending(Waiting):
         "_result",
         "copied",
         "deadline_ns",
+        "entry",
         "ident",
-        "input_slot",
         "layout",
         "lease",
         "note",
-        "output_slot",
         "plan",
-        "rows",
     )
 
     note: bytes
@@ -63,7 +61,7 @@ class Pending(Waiting):
         self.ident = 0
         self.copied = 0
         self.lease: Lease | None = None
-        self.entry = None
+        self.entry: tuple[int, ...] | None = None
         self._wakes = None
         self._result: InferResult | None = None
 

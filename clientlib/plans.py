@@ -6,27 +6,25 @@ thread-local; a lost broker, a fork or a close replaces that thread-local, so th
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
 import numpy.typing as npt
 
-from clientlib.arena import Bank, Lease
-from clientlib.channels import Lane, wake
+from clientlib.channels import Lane
+from clientlib.claims import claim, look_at, submit_when_free, take_place
 from clientlib.layout import RoomNeeded
-from clientlib.link import Bound, Prepared
-from clientlib.overlap import Live, in_use
+from clientlib.link import Bound, Prepared, outside
 from clientlib.pending import Pending
 from clientlib.process import StaysHere
 from clientlib.recipe import Recipe
 from clientlib.results import InferResult
-from clientlib.submission import NOT_CARRIED, check_all, check_options, deadline_ns_of
-from clientlib.waiting import LONGEST_WAIT_S, Waiting
+from clientlib.streams import Single, Source, Stream, only_streams, start
+from clientlib.submission import NOT_CARRIED, Options, check_all, check_options, deadline_ns_of
+from clientlib.waiting import LONGEST_WAIT_S
 from shm.errors import Code, InferError
 
 if TYPE_CHECKING:
@@ -34,8 +32,6 @@ if TYPE_CHECKING:
 
 _now = time.monotonic
 _now_ns = time.monotonic_ns
-LOOK_AGAIN_S = 0.01  # while waiting for a place: other threads may have left requests that nobody reaps
-FULL_WAIT_S = 1.0  # without a deadline, how long a request waits for a free slot or place
 
 
 @final
@@ -106,6 +102,60 @@ class Plan(StaysHere):
             check_all(input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end)
             raise
 
+    def stream(
+        self,
+        timeout: float | None = None,
+        input_slot: int = 0,
+        rows: int = 0,
+        priority: int = 0,
+        sequence_id: int = 0,
+        sequence_start: bool = False,
+        sequence_end: bool = False,
+    ) -> Stream:
+        """Send the request; iterate over what comes: any number of responses of a decoupled model, one of any other.
+
+        `timeout` is for all of it, in seconds: at the deadline the iteration raises InferError UNAVAILABLE and the
+        request is cancelled. The arrays of a decoupled model's responses are copied out of shared memory as they come.
+        """
+        deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
+        options = (rows, priority, sequence_id, sequence_start, sequence_end)
+
+        def again(error: InferError) -> Source | None:
+            return self.regrown(error, deadline_ns, input_slot, options)
+
+        try:
+            return Stream(self.source(deadline_ns, input_slot, options), again)
+        except NOT_CARRIED:
+            check_all(input_slot, None, *options)
+            raise
+
+    def source(
+        self, deadline_ns: int, input_slot: int, options: Options, values: Sequence[npt.NDArray[Any]] = ()
+    ) -> Source:
+        """Send the request of a stream. `values`: as for `infer_arrays`."""
+        local = self._local
+        bound = getattr(local, "bound", None) or getattr(local, "streaming", None) or self._bind_any(deadline_ns)
+        if not bound.layout.responses:
+            return Single(self._start(deadline_ns, input_slot, None, *options, values))
+        if (needed := bound.layout.outgrown) is not None:
+            self._client.grow(self, needed, deadline_ns)
+            return self.source(deadline_ns, input_slot, options, values)
+        return start(self, bound, deadline_ns, input_slot, options, values)
+
+    def regrown(
+        self,
+        error: InferError,
+        deadline_ns: int,
+        input_slot: int,
+        options: Options,
+        values: Sequence[npt.NDArray[Any]] = (),
+    ) -> Source | None:
+        """The same once more, with more room, if `error` says that this was missing."""
+        if not isinstance(error, RoomNeeded):
+            return None
+        self._client.grow(self, error, deadline_ns)
+        return self.source(deadline_ns, input_slot, options, values)
+
     def infer_arrays(self, values: Sequence[npt.NDArray[Any]], deadline_ns: int, priority: int) -> InferResult:
         """Copy `values` into a place of the client's own and run. For plans that `Client.infer` makes."""
         try:
@@ -124,7 +174,7 @@ class Plan(StaysHere):
         self.unbind()
         prepared = self.prepared
         if prepared is not None:
-            _look_at(prepared.layout.ranges.live)
+            look_at(prepared.layout.ranges.live)
             if not prepared.layout.ranges.live:  # else the plan's end is that of the last `Pending`, which refers to it
                 self.prepared = None
                 self._client.release(prepared)
@@ -151,12 +201,22 @@ class Plan(StaysHere):
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _bind(self, deadline_ns: int) -> Bound[Lane]:
+        """For requests that have one response."""
+        bound = self._bind_any(deadline_ns)
+        if bound.layout.responses:
+            raise only_streams(self.recipe.model)
+        return bound
+
+    def _bind_any(self, deadline_ns: int) -> Bound[Lane]:
         local = self._local  # before asking: what replaces it meanwhile must not be undone
         bound = None if self._released else self._client.bind(self, deadline_ns)
         if bound is None or self._released:
             self.release()  # also what was prepared meanwhile
             raise was_released()
-        local.bound = bound
+        if bound.layout.responses:
+            local.streaming = bound  # `_start`, which finds no other, must not use it
+        else:
+            local.bound = bound
         return bound
 
     def _start(
@@ -181,7 +241,7 @@ class Plan(StaysHere):
         lease = None
         if bound.layout.bank is not None:
             bank = bound.layout.bank
-            lease = bank.take() or self._lease(bound, bank, deadline_ns)
+            lease = bank.take() or take_place(bound, bank, deadline_ns)
             if bound.layout.writes:
                 input_slot = lease.place
             if bound.layout.owns_outputs:
@@ -201,12 +261,12 @@ class Plan(StaysHere):
             if values:
                 pending.copied = bound.layout.write(lease.place, values)
         if bound.ranges.rivals is not None or bound.live.setdefault(output_slot, pending) is not pending:
-            self._claim(bound, pending)
+            claim(bound, pending)
         try:
             ident = bound.channel.submit(
                 pending, bound.word, input_slot, output_slot, rows, deadline_ns, 0, priority, flags, sequence_id
             )
-            pending.ident = ident or self._when_free(bound, pending, deadline_ns, priority, flags, sequence_id)
+            pending.ident = ident or submit_when_free(bound, pending, deadline_ns, priority, flags, sequence_id)
         except BaseException:
             bound.live.pop(output_slot, None)
             raise
@@ -228,103 +288,7 @@ class Plan(StaysHere):
                     lane.pass_on()
         return pending.result() if pending.entry is None else pending.take()
 
-    def _claim(self, bound: Bound[Lane], pending: Pending) -> None:
-        """Mark the output position where that takes a closer look. Raises InferError when memory is in use."""
-        for _ in range(bound.channel.slots + 1):
-            overlap, holder = self._try_claim(bound, pending)
-            if not overlap:
-                return
-            # The other request may have ended without anybody having looked.
-            if not isinstance(holder, Waiting) or not holder.done():
-                break
-        raise InferError(Code.INVALID_ARG, overlap)
-
-    def _try_claim(self, bound: Bound[Lane], pending: Pending) -> tuple[str, object]:
-        if bound.ranges.rivals is not None:
-            return bound.ranges.claim(pending)
-        holder = bound.live.setdefault(pending.output_slot, pending)
-        return ("", None) if holder is pending else (in_use(bound.ranges, pending), holder)
-
-    def _lease(self, bound: Bound[Lane], bank: Bank, deadline_ns: int) -> Lease:
-        """A place of the client's own; waits until the deadline, without one for a second."""
-        until = deadline_ns / 1e9 if deadline_ns else _now() + FULL_WAIT_S
-        while True:
-            # Requests that nobody waits for give their places back only when somebody looks.
-            _look_at(bound.live)
-            lock = threading.Lock()
-            lock.acquire()
-            turn = functools.partial(wake, lock)
-            bank.waiters.append(turn)
-            bank.call_next()
-            called = lock.acquire(timeout=max(0.0, min(until - _now(), LOOK_AGAIN_S)))
-            if not called:
-                with contextlib.suppress(ValueError):
-                    bank.waiters.remove(turn)
-            if (lease := bank.take_next()) is not None:
-                bank.call_next()
-                return lease
-            if _now() >= until:
-                raise InferError(
-                    Code.UNAVAILABLE,
-                    f"all {bank.places} places of this plan are in use: take the results of its requests, let their "
-                    "arrays go, or place the outputs in a region",
-                )
-
-    def _when_free(
-        self, bound: Bound[Lane], pending: Pending, deadline_ns: int, priority: int, flags: int, sequence_id: int
-    ) -> int:
-        """Submit as soon as a slot of the channel is free: until the deadline, without one for a second."""
-        channel, lane = bound.channel, bound.lane
-        until = deadline_ns / 1e9 if deadline_ns else _now() + FULL_WAIT_S
-        while True:
-            if channel.role.acquire(timeout=max(0.0, until - _now())):
-                try:
-                    if channel.outstanding == channel.slots:  # else another thread has reaped meanwhile
-                        channel.wait(max(0.0, until - _now()))
-                        channel.reap()
-                    if channel.gone:
-                        lane.abandon()
-                finally:
-                    lane.leave_role()
-            if lane.error is not None:
-                raise lane.error
-            ident = channel.submit(
-                pending,
-                bound.word,
-                pending.input_slot,
-                pending.output_slot,
-                pending.rows,
-                deadline_ns,
-                0,
-                priority,
-                flags,
-                sequence_id,
-            )
-            if ident:
-                return ident
-            if _now() >= until:
-                raise InferError(
-                    Code.UNAVAILABLE,
-                    f"all {channel.slots} slots of this thread's channel are taken by outstanding requests: wait for "
-                    "results, or connect(slots=) with more",
-                )
-
-
-def _look_at(live: Mapping[int, Live]) -> None:
-    """Settle those of a plan's requests that have ended without anybody having looked."""
-    for lane in {pending.lane for pending in tuple(live.values()) if isinstance(pending, Waiting)}:
-        lane.look()
-
 
 def was_released() -> InferError:
     """The error for a request of a plan that the application has let go."""
     return InferError(Code.UNAVAILABLE, "this plan was released: prepare another one")
-
-
-def outside(bound: Bound[Any], input_slot: int, output_slot: int) -> InferError:
-    """The error for positions that the plan does not have."""
-    return InferError(
-        Code.INVALID_ARG,
-        f"input_slot {input_slot} / output_slot {output_slot}: the plan has {bound.input_positions} input and "
-        f"{bound.output_positions} output positions",
-    )

@@ -15,6 +15,8 @@ from shm.messages import MAX_POSITIONS
 
 _now_ns = time.monotonic_ns
 NOT_CARRIED = (TypeError, ValueError, struct.error)  # what an argument of the wrong kind raises on its way
+Options = tuple[int, int, int, bool, bool]  # rows, priority, sequence_id, sequence_start, sequence_end
+CARRIED = struct.Struct("=HHIHQ")  # input slot, output slot, rows, priority, sequence id: as `shm.layout.SUBMISSION`
 MAX_PRIORITY = 2**16 - 1
 MAX_SEQUENCE_ID = 2**64 - 1
 

@@ -17,15 +17,24 @@ LONGEST_WAIT_S = 3600.0  # of one wait; whoever waits looks again after it
 
 
 class Waiting(StaysHere):
-    """A request on `lane`. `entry` is None while there is nothing to take; it is set last: a thread that sees it sees
-    everything else. Subclasses set all three attributes.
-    """
+    """A request on `lane`. Subclasses set all attributes."""
 
-    __slots__ = ("_wakes", "entry", "lane")
+    __slots__ = ("_wakes", "input_slot", "lane", "output_slot", "rows")
 
-    entry: tuple[int, ...] | None
     lane: Lane
+    input_slot: int  # the positions that it uses
+    output_slot: int
+    rows: int
     _wakes: list[threading.Lock] | None  # None until somebody sleeps here
+
+    @property
+    def entry(self) -> object:
+        """None while there is nothing to take. It is set last: a thread that sees it sees everything else."""
+        raise NotImplementedError
+
+    def settle(self, entry: tuple[int, ...], note: bytes) -> None:
+        """A completion of the channel. Called by whoever reaps."""
+        raise NotImplementedError
 
     def done(self) -> bool:
         """Has the request ended? Never waits."""

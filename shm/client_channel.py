@@ -171,11 +171,16 @@ class ClientChannel:
             self._ring(armed)
         return position << 16 | slot
 
-    def cancel(self, ident: int) -> bool:
-        """Ask the worker to drop the request; False when it has ended already. It still gets its one ending."""
+    def cancel(self, ident: int, wait: bool = True) -> bool:
+        """Ask the worker to drop the request; False when it has ended already. It still gets its one ending.
+
+        `wait` False: give up where another thread, or this one below, submits or cancels just now.
+        """
         slot, position = ident & 0xFFFF, ident >> 16
         words = self._words
-        with self._lock:
+        if not self._lock.acquire(wait):
+            return False
+        try:
             if self._positions[slot] != position or self._pending[slot] is None:
                 return False
             at = self._geometry.submissions + 8 * slot + 7
@@ -186,6 +191,8 @@ class ClientChannel:
             words[RING + (tail & self._geometry.ring_mask)] = slot | CANCEL
             self._tail = tail + 1
             words[TAIL] = tail + 1
+        finally:
+            self._lock.release()
         armed = words[ARMED]
         if armed and armed != self._rung:
             self._ring(armed)

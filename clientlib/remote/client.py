@@ -21,8 +21,8 @@ from clientlib.address import Address
 from clientlib.arguments import LoadConfig, LoadFiles, load_arguments, model_text, seconds, version_text, whole
 from clientlib.automatic import Inputs, Request, check_parameters
 from clientlib.callable_model import Model
+from clientlib.claims import FULL_WAIT_S
 from clientlib.client import CALL_S, NO_CUDA
-from clientlib.plans import FULL_WAIT_S
 from clientlib.process import StaysHere
 from clientlib.recipe import Budget, Outputs, Slots, recipe
 from clientlib.region import MappedRegion, Region, TensorRef

@@ -164,7 +164,7 @@ class TestLoops:
         async def test(client):
             small_broker.stop()
             other = asyncio.create_task(client.models())
-            while not client._connecting.locked():  # noqa: ASYNC110 (the other task locks it)
+            while not client._reach._connecting.locked():  # noqa: ASYNC110 (the other task locks it)
                 await asyncio.sleep(0)
             with pytest.raises(InferError, match="connects to the broker"):
                 await client.infer("double", X, timeout=0.05)

@@ -1,0 +1,106 @@
+"""Reaching the broker from an event loop: the session of an `AsyncClient`, made again when it was lost.
+
+Made by `clientlib.async_client`, whose verbs are procedures that run here.
+"""
+# ruff: noqa: ASYNC109 (the arguments are those of the client's verbs)
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import TypeVar, final
+
+from clientlib.address import Absent, dial
+from clientlib.arguments import seconds
+from clientlib.async_lane import AsyncLane, LoopLanes
+from clientlib.async_plans import turn
+from clientlib.async_session import AsyncSession
+from clientlib.client import CALL_S, RECONNECT_S, RETRY_S
+from clientlib.link import Link
+from clientlib.native import Native
+from clientlib.session import Procedure
+from clientlib.submission import remaining_s
+from shm.errors import Code, ConnectionLost, InferError
+
+T = TypeVar("T")
+
+
+@final
+class AsyncReach:
+    """Runs procedures on the link of `native`. A call finds the session lost at worst once."""
+
+    __slots__ = ("_connecting", "_loop", "_native")
+
+    def __init__(self, native: Native[AsyncLane], loop: asyncio.AbstractEventLoop) -> None:
+        self._native = native
+        self._loop = loop
+        self._connecting = asyncio.Lock()
+
+    async def run(self, make: Callable[[Link[AsyncLane]], Procedure[T]], timeout: float = CALL_S) -> T:
+        """Run a procedure to its end within `timeout` seconds. Raises InferError."""
+        return await self.run_until(self._loop.time() + seconds(timeout), make)
+
+    async def run_until(self, deadline: float, make: Callable[[Link[AsyncLane]], Procedure[T]]) -> T:
+        """The same until `deadline` (loop time)."""
+        while True:
+            self.check()
+            link = self._native.link
+            fresh = link is None
+            if link is None:
+                link = await self.connect(deadline, wait=True)
+            session = link.session
+            assert isinstance(session, AsyncSession)
+            try:
+                return await session.drive(make(link), deadline)
+            except ConnectionLost:
+                self._native.lose(link)
+                if fresh or self._native.closed:
+                    raise
+
+    def check(self) -> None:
+        """Raises InferError where the client does not work: closed, another process, another loop."""
+        self._native.check()
+        if asyncio.get_running_loop() is not self._loop:
+            raise InferError(Code.INVALID_ARG, "this client lives on another event loop: connect_async() on this one")
+
+    async def connect(self, deadline: float, *, wait: bool) -> Link[AsyncLane]:
+        """The session, made anew unless another task was faster. `wait`: for a broker that was there before."""
+        what = f"connects to the broker in {self._native.directory}"
+        async with turn(self._connecting, deadline - self._loop.time(), what):
+            until = min(deadline, self._loop.time() + RECONNECT_S) if wait else deadline
+            while self._native.link is None:
+                self._native.check()
+                session = AsyncSession(await self._dial(until, wait=wait), self._native.directory, self._loop)
+                try:
+                    await session.drive(self._native.greet(), deadline)
+                    await session.drive(self._native.attach(), deadline)
+                except BaseException as error:
+                    session.close()
+                    # One that is just going down answers no more; its successor will.
+                    if not (wait and isinstance(error, ConnectionLost) and self._loop.time() < until):
+                        raise
+                else:
+                    self._native.link = Link(self._native.lose, session, LoopLanes())
+            return self._native.link
+
+    async def _dial(self, until: float, *, wait: bool) -> socket.socket:
+        while True:
+            try:
+                if (sock := dial(self._native.directory)) is not None:
+                    return sock
+                problem = InferError(Code.UNAVAILABLE, f"the broker in {self._native.directory} is too busy to answer")
+            except Absent as absent:
+                if not wait:
+                    raise absent.error from None
+                problem = absent.error
+            remaining = until - self._loop.time()
+            if remaining <= 0:
+                raise problem
+            await asyncio.sleep(min(remaining, RETRY_S))
+            self._native.check()
+
+    def ends(self, deadline_ns: int, patience_s: float) -> float:
+        """Until when (loop time) what a request needs may take: its deadline, without one `patience_s`."""
+        remaining = remaining_s(deadline_ns)
+        return self._loop.time() + (patience_s if remaining is None else remaining)

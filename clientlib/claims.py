@@ -1,0 +1,114 @@
+"""What a request of a plan may have to wait for before it is sent: its ranges, a place, a slot of the channel.
+
+For threads; used by `clientlib.plans` and `clientlib.streams` where the first try fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Mapping
+
+from clientlib.arena import Bank, Lease
+from clientlib.channels import Lane, wake
+from clientlib.link import Bound
+from clientlib.overlap import Live, in_use
+from clientlib.waiting import Waiting
+from shm.errors import Code, InferError
+
+_now = time.monotonic
+LOOK_AGAIN_S = 0.01  # while waiting for a place: other threads may have left requests that nobody reaps
+FULL_WAIT_S = 1.0  # without a deadline, how long a request waits for a free slot or place
+
+
+def claim(bound: Bound[Lane], request: Waiting) -> None:
+    """Mark the output position where that takes a closer look. Raises InferError when memory is in use."""
+    for _ in range(bound.channel.slots + 1):
+        overlap, holder = _try_claim(bound, request)
+        if not overlap:
+            return
+        # The other request may have ended without anybody having looked.
+        if not isinstance(holder, Waiting) or not holder.done():
+            break
+    raise InferError(Code.INVALID_ARG, overlap)
+
+
+def _try_claim(bound: Bound[Lane], request: Waiting) -> tuple[str, object]:
+    if bound.ranges.rivals is not None:
+        return bound.ranges.claim(request)
+    holder = bound.live.setdefault(request.output_slot, request)
+    return ("", None) if holder is request else (in_use(bound.ranges, request), holder)
+
+
+def take_place(bound: Bound[Lane], bank: Bank, deadline_ns: int) -> Lease:
+    """A place of the client's own; waits until the deadline, without one for a second."""
+    until = deadline_ns / 1e9 if deadline_ns else _now() + FULL_WAIT_S
+    while True:
+        # Requests that nobody waits for give their places back only when somebody looks.
+        look_at(bound.live)
+        lock = threading.Lock()
+        lock.acquire()
+        turn = functools.partial(wake, lock)
+        bank.waiters.append(turn)
+        bank.call_next()
+        called = lock.acquire(timeout=max(0.0, min(until - _now(), LOOK_AGAIN_S)))
+        if not called:
+            with contextlib.suppress(ValueError):
+                bank.waiters.remove(turn)
+        if (lease := bank.take_next()) is not None:
+            bank.call_next()
+            return lease
+        if _now() >= until:
+            raise InferError(
+                Code.UNAVAILABLE,
+                f"all {bank.places} places of this plan are in use: take the results of its requests, let their "
+                "arrays go, or place the outputs in a region",
+            )
+
+
+def submit_when_free(
+    bound: Bound[Lane], request: Waiting, deadline_ns: int, priority: int, flags: int, sequence_id: int
+) -> int:
+    """Submit as soon as a slot of the channel is free: until the deadline, without one for a second."""
+    channel, lane = bound.channel, bound.lane
+    until = deadline_ns / 1e9 if deadline_ns else _now() + FULL_WAIT_S
+    while True:
+        if channel.role.acquire(timeout=max(0.0, until - _now())):
+            try:
+                if channel.outstanding == channel.slots:  # else another thread has reaped meanwhile
+                    channel.wait(max(0.0, until - _now()))
+                    channel.reap()
+                if channel.gone:
+                    lane.abandon()
+            finally:
+                lane.leave_role()
+        if lane.error is not None:
+            raise lane.error
+        ident = channel.submit(
+            request,
+            bound.word,
+            request.input_slot,
+            request.output_slot,
+            request.rows,
+            deadline_ns,
+            0,
+            priority,
+            flags,
+            sequence_id,
+        )
+        if ident:
+            return ident
+        if _now() >= until:
+            raise InferError(
+                Code.UNAVAILABLE,
+                f"all {channel.slots} slots of this thread's channel are taken by outstanding requests: wait for "
+                "results, or connect(slots=) with more",
+            )
+
+
+def look_at(live: Mapping[int, Live]) -> None:
+    """Settle those of a plan's requests that have ended without anybody having looked."""
+    for lane in {pending.lane for pending in tuple(live.values()) if isinstance(pending, Waiting)}:
+        lane.look()
