@@ -9,7 +9,7 @@ import encodings.idna  # noqa: F401  of names of hosts: a child that has given u
 import http.client
 import json
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.fakes.gateways import free_ports
-from tests.faults import raw
+from tests.faults import raw, repository
 from tests.faults.lab import Lab
 
 LIMIT_S = 20.0
@@ -38,11 +38,12 @@ class FrontDoors(Lab):
         *flags: str,
         http_key: Mapping[str, str] = NO_HEADERS,
         grpc_key: Mapping[str, str] = NO_HEADERS,
+        models: Callable[[Path], Path] = repository.write,
     ) -> None:
         self._keys = {"http_key": dict(http_key), "grpc_key": dict(grpc_key)}
         self.http, self.grpc, metrics = free_ports(3)
         ports = (f"--http-port={self.http}", f"--grpc-port={self.grpc}", f"--metrics-port={metrics}")
-        super().__init__(directory, "--gateways=1", *ports, *flags)
+        super().__init__(directory, "--gateways=1", *ports, *flags, models=models)
 
     def _warm_up(self) -> None:
         """Also what a gateway makes at its first requests and keeps: channel, memory, threads."""
