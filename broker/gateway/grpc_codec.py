@@ -105,14 +105,19 @@ def stream_message(response: bytes) -> bytes:
     return b"".join((_INFER_RESPONSE_TAG, varint(len(response)), response))
 
 
-def stream_error(error: InferError, request: InferRequest | None) -> bytes:
-    """A ModelStreamInferResponse with an error; the stream goes on. `request`: as far as it was understood."""
-    infer = service_pb2.ModelInferResponse()
-    if request is not None:
-        infer.id, infer.model_name, infer.model_version = request.id, request.model, request.version
-    infer.parameters[FINAL].bool_param = True
+def stream_error(error: InferError, request: InferRequest | None, *, final: bool = True) -> bytes:
+    """A ModelStreamInferResponse with an error; the stream goes on. `request`: as far as it was understood; `final`:
+    nothing more of it comes.
+    """
+    infer = _empty(request, final)
     message = service_pb2.ModelStreamInferResponse(error_message=error.message, infer_response=infer)
     encoded: bytes = message.SerializeToString()
+    return encoded
+
+
+def stream_end(request: InferRequest) -> bytes:
+    """A ModelStreamInferResponse without outputs: all responses to `request` have been sent."""
+    encoded: bytes = service_pb2.ModelStreamInferResponse(infer_response=_empty(request, True)).SerializeToString()
     return encoded
 
 
@@ -156,6 +161,14 @@ def varint(value: int) -> bytes:
         value >>= 7
     out.append(value)
     return bytes(out)
+
+
+def _empty(request: InferRequest | None, final: bool) -> Any:
+    infer = service_pb2.ModelInferResponse()
+    if request is not None:
+        infer.id, infer.model_name, infer.model_version = request.id, request.model, request.version
+    infer.parameters[FINAL].bool_param = final
+    return infer
 
 
 def _read_varint(raw: bytes, position: int) -> tuple[int, int]:
@@ -310,7 +323,8 @@ def _set_known(request: InferRequest, name: str, value: Any) -> None:
         if value < 0:
             raise _invalid("invalid value for 'priority', expected value >= 0.")
         request.priority = value
-    # EMPTY_FINAL: a service that answers every request with one response has no empty final ones
+    elif name == EMPTY_FINAL:
+        request.empty_final = value
 
 
 def _write_parameter(parameter: Any, value: Parameter) -> None:

@@ -21,10 +21,10 @@ import grpc
 from grpc import aio
 
 from broker.gateway.grpc_calls import CALLS, Call
-from broker.gateway.grpc_codec import decode_request, encode_response, parse, stream_message, takes_long
+from broker.gateway.grpc_codec import decode_request, encode_response, parse, takes_long
 from broker.gateway.grpc_limits import MAX_RPCS, Budget, message_budget, server_options
 from broker.gateway.grpc_stream import Stream
-from broker.gateway.kserve import Caller, InferRequest, Service
+from broker.gateway.kserve import Caller, InferRequest, Responses, Service
 from broker.gateway.options import GatewayOptions
 from shm.errors import Code, InferError
 
@@ -189,43 +189,40 @@ class GrpcServer:
             _, metadata = self._admitted("inference", context)
             peer = context.peer()
 
-            async def run(raw: bytes, understood: list[InferRequest]) -> bytes:
-                caller = self._identify(peer, metadata)
-                return stream_message(await self._infer(raw, caller, metadata, understood, final=True))
+            async def ask(raw: bytes, understood: list[InferRequest]) -> Responses:
+                request = await self._understand(raw, metadata, understood)
+                return await self._service.stream(request, self._identify(peer, metadata))
 
             strict = metadata.get("triton_grpc_error") == "true"
-            await Stream(context, run, self.budget, strict=strict).run()
+            await Stream(context, ask, self.budget, self._service.copied, strict=strict).run()
         except Exception as error:
             await _end(context, error)
 
-    async def _infer(
-        self,
-        raw: bytes,
-        caller: Caller,
-        metadata: Mapping[str, str],
-        understood: list[InferRequest] | None = None,
-        final: bool | None = None,
-    ) -> bytes:
+    async def _infer(self, raw: bytes, caller: Caller, metadata: Mapping[str, str]) -> bytes:
         """One request from wire to wire."""
-        if self._service.exiting:
-            raise InferError(Code.UNAVAILABLE, _EXITING)
         self.budget.take(len(raw))
         try:
-            request = await self._decode(raw, understood)
-            if self._options.grpc_header_forward_pattern:
-                self._forward_metadata(request, metadata)
-            response = await self._service.infer(request, caller)
-            encoded = encode_response(response, final)
-            # One of a stream is copied once more, into the message around it.
-            self._service.copied("response", response.byte_size * (1 if final is None else 2))
+            response = await self._service.infer(await self._understand(raw, metadata), caller)
+            encoded = encode_response(response)
+            self._service.copied("response", response.byte_size)
             return encoded
         finally:
             self.budget.give(len(raw))
 
-    async def _decode(self, raw: bytes, understood: list[InferRequest] | None) -> InferRequest:
+    async def _understand(
+        self, raw: bytes, metadata: Mapping[str, str], understood: list[InferRequest] | None = None
+    ) -> InferRequest:
+        """The request in a message. `understood`: see `decode_request`."""
+        if self._service.exiting:
+            raise InferError(Code.UNAVAILABLE, _EXITING)
         if not takes_long(raw):
-            return decode_request(raw, understood)
-        return await asyncio.get_running_loop().run_in_executor(self._decoder, decode_request, raw, understood)
+            request = decode_request(raw, understood)
+        else:
+            loop = asyncio.get_running_loop()
+            request = await loop.run_in_executor(self._decoder, decode_request, raw, understood)
+        if self._options.grpc_header_forward_pattern:
+            self._forward_metadata(request, metadata)
+        return request
 
     def _admitted(self, category: Any, context: Any) -> tuple[Caller, Mapping[str, str]]:
         """Who asks, if the policy lets them: before anything of the request is looked at."""

@@ -14,12 +14,14 @@ did something meanwhile (sent enough of a body, took some of a reply) is given m
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import logging
 import math
 import struct
 import termios
 from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Final, Protocol, final
 
 from aiohttp.base_protocol import BaseProtocol
@@ -27,10 +29,9 @@ from aiohttp.http import HttpRequestParser, RawRequestMessage
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.streams import StreamReader
 
-from broker.gateway.http_codec import HEADER_LENGTH
-from broker.gateway.http_errors import internal, invalid, too_large, too_many_chunks
+from broker.gateway.http_errors import internal, invalid
+from broker.gateway.http_incoming import BodyError, Incoming
 from broker.gateway.http_limits import (
-    MAX_CHUNKS,
     MAX_FIELD,
     MAX_HEADERS,
     MAX_LINE,
@@ -40,7 +41,7 @@ from broker.gateway.http_limits import (
     SEND_SIZE,
     Patience,
 )
-from broker.gateway.http_message import Reply, error_reply, head
+from broker.gateway.http_message import CHUNKED, UNTIL_CLOSED, Reply, Rest, error_reply, head
 from broker.gateway.kserve import Buffer
 from shm.errors import InferError
 
@@ -73,42 +74,6 @@ class Owner(Protocol):
 
     async def answer(self, incoming: Incoming) -> Reply:
         """To one request. Raises InferError."""
-
-
-@final
-class BodyError(Exception):
-    """A body that does not follow the protocol, or its pace."""
-
-
-@final
-class Incoming:
-    """A request whose head is complete. `path`: without the query."""
-
-    __slots__ = ("connection", "message", "path", "payload")
-
-    def __init__(self, message: RawRequestMessage, payload: StreamReader, connection: Connection) -> None:
-        self.message = message
-        self.payload = payload
-        self.connection = connection
-        path = message.path
-        if not path.startswith("/"):  # as one asks a proxy: http://host/v2
-            path = message.url.raw_path_qs
-        self.path = path.partition("?")[0]
-
-    @property
-    def transport(self) -> asyncio.Transport | None:
-        """None: the peer is gone."""
-        return self.connection.transport
-
-    async def body(self, limit: int) -> Buffer:
-        """All of it. Raises InferError when it has more than `limit` bytes or is malformed."""
-        headers, payload = self.message.headers, self.payload
-        length = headers.get("Content-Length")
-        if length is not None and int(length) > limit:
-            raise too_large(int(length), limit, headers.get(HEADER_LENGTH))
-        if payload.is_eof() and not self.message.chunked:
-            return payload.read_nowait()
-        return await self.connection.read_body(self)
 
 
 @final
@@ -240,8 +205,15 @@ class Connection(BaseProtocol):
     async def _finish(self, reply: Reply, method: str, *, keep: bool, old: bool) -> None:
         """Send the reply, then go on or close. `old`: the request is HTTP/1.0."""
         try:
-            await self._send(reply, method, "close" if not keep else "keep-alive" if old else "")
+            if reply.rest is not None:
+                keep = await self._send_on(reply, reply.rest, keep=keep, chunked=not old)
+            else:
+                await self._send(reply, method, "close" if not keep else "keep-alive" if old else "")
         except (ConnectionError, asyncio.CancelledError):
+            self.abort()
+            return
+        except Exception:  # what was begun cannot be made an error any more
+            _log.exception("HTTP: a reply could not be sent to its end")
             self.abort()
             return
         self._task = self._current = None
@@ -252,48 +224,27 @@ class Connection(BaseProtocol):
         else:
             self._enter("idle", self._owner.patience.idle)
 
-    async def read_body(self, incoming: Incoming) -> Buffer:
-        """A body that is not here yet, or comes in chunks."""
-        message, payload = incoming.message, incoming.payload
-        if message.headers.get("Expect", "").lower() == "100-continue":
+    @contextlib.contextmanager
+    def waiting_for(self, payload: StreamReader, *, expected: bool) -> Iterator[None]:
+        """Meanwhile a body is read, at no less than its pace. `expected`: the peer waits to be told to go on."""
+        if expected:
             self._transport().write(_CONTINUE)
         self._mark = payload.total_bytes
         self._enter("body", self._owner.patience.body)
         try:
-            if message.chunked:
-                return await self._read_chunks(payload, message.headers.get(HEADER_LENGTH))
-            return await self._read_length(payload, int(message.headers["Content-Length"]))
-        except BodyError as error:
-            raise invalid(f"malformed request body: {error}") from None
-        except InferError:
-            self._last = True  # who sends such a body is not listened to any longer
-            self._queue.clear()
-            raise
+            yield
         finally:
             self._state, self.deadline = "running", math.inf
 
-    async def _read_length(self, payload: StreamReader, length: int) -> Buffer:
-        self.reserve(length)
-        body = bytearray(length)
-        position = 0
-        while piece := await payload.readany():
-            body[position : position + len(piece)] = piece
-            position += len(piece)
-        return body
+    def listen_no_more(self) -> None:
+        """Who sends such a body is not listened to any longer."""
+        self._last = True
+        self._queue.clear()
 
-    async def _read_chunks(self, payload: StreamReader, header: str | None) -> Buffer:
-        body, limit, chunks = bytearray(), self._owner.limit, 0
-        while True:
-            piece, ends_chunk = await payload.readchunk()
-            if not piece and not ends_chunk:
-                return body
-            self.reserve(len(piece))
-            body += piece
-            chunks += ends_chunk
-            if len(body) > limit:
-                raise too_large(len(body), limit, header)
-            if chunks > MAX_CHUNKS:
-                raise too_many_chunks()
+    @property
+    def limit(self) -> int:
+        """Bytes that a body may have."""
+        return self._owner.limit
 
     def reserve(self, size: int) -> None:
         """Count bytes for the request that is being answered. Raises InferError."""
@@ -306,13 +257,28 @@ class Connection(BaseProtocol):
         """Hand all of `reply` to the transport. Raises ConnectionError."""
         length = sum(map(len, reply.parts))
         start = head(reply, length, connection)
-        if method == "HEAD":
-            self._write(start)
-        elif length <= ONE_WRITE:
-            self._write(b"".join((start, *reply.parts)))
+        await self._hand(start, reply.parts if method != "HEAD" else ())
+
+    async def _send_on(self, reply: Reply, rest: Rest, *, keep: bool, chunked: bool) -> bool:
+        """Send a reply that is still being made, each piece as it comes. May the connection be kept?"""
+        keep = keep and chunked
+        start = head(reply, CHUNKED if chunked else UNTIL_CLOSED, "" if keep else "close")
+        try:
+            await self._hand(start, _chunk(*reply.parts) if chunked else reply.parts)
+            async for piece in rest:
+                await self._hand(b"", _chunk(piece) if chunked else (piece,))
+            if chunked:
+                await self._hand(b"0\r\n\r\n", ())
+        finally:
+            await rest.aclose()
+        return keep and not self._closing
+
+    async def _hand(self, start: bytes, parts: Sequence[Buffer]) -> None:
+        if sum(map(len, parts)) <= ONE_WRITE:
+            self._write(b"".join((start, *parts)))
         else:
             self._write(start)
-            for part in reply.parts:
+            for part in parts:
                 # In pieces: the transport copies what the socket does not take at once.
                 for position in range(0, len(part), SEND_SIZE):
                     self._write(memoryview(part)[position : position + SEND_SIZE])
@@ -329,6 +295,7 @@ class Connection(BaseProtocol):
         self._mark = self._taken()
         self._enter("sending", self._owner.patience.send)
         await self._drain_helper()
+        self._state, self.deadline = "running", math.inf
 
     def _transport(self) -> asyncio.Transport:
         if self.transport is None or self.transport.is_closing():
@@ -394,6 +361,12 @@ class Connection(BaseProtocol):
     def _enter(self, state: str, patience: float) -> None:
         self._state = state
         self.deadline = self._loop.time() + patience
+
+
+def _chunk(*parts: Buffer) -> tuple[Buffer, ...]:
+    """One chunk of a body in chunks; of no bytes, which would be its end: nothing."""
+    length = sum(map(len, parts))
+    return (b"%x\r\n" % length, *parts, b"\r\n") if length else ()
 
 
 def _first_line(error: HttpProcessingError) -> str:

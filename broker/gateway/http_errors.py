@@ -57,6 +57,11 @@ def internal(message: str) -> InferError:
     return InferError(Code.INTERNAL, message)
 
 
+def prefixed(prefix: str, error: InferError) -> InferError:
+    """`error`, and where in the request it is."""
+    return InferError(error.code, prefix + error.message)
+
+
 def too_deep() -> InferError:
     """400: nested arrays beyond MAX_DEPTH."""
     return invalid(f"JSON nesting depth exceeds maximum allowed limit ({MAX_DEPTH})")

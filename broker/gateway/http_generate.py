@@ -1,26 +1,30 @@
-"""The generate endpoints: flat JSON by tensor name in, flat JSON out, in one piece or as server-sent events.
+"""The generate endpoints: flat JSON by tensor name in, flat JSON out: one response, or server-sent events as they come.
 
 Shapes follow from the model's metadata and the number of elements; keys that name no input become request parameters.
-One response per request: models that answer more than once cannot be asked through the service yet.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, final
+from collections.abc import Mapping
+from typing import Any, Final, final
 
 from broker.gateway.http_codec import custom_parameter, forward_headers, is_finite
-from broker.gateway.http_errors import RAISE_LIMIT, invalid
+from broker.gateway.http_errors import RAISE_LIMIT, body_of, internal, invalid, prefixed, status_of
 from broker.gateway.http_inference import forward_pattern
 from broker.gateway.http_json import MISSING, as_object, as_string, dumps, find, parse, repeated, unhurried
 from broker.gateway.http_message import EVENTS, Reply, Request
 from broker.gateway.http_tensors import read_flat, write_data
-from broker.gateway.kserve import Buffer, InferRequest, InferResponse, InputTensor, Service
+from broker.gateway.kserve import Buffer, InferRequest, InferResponse, InputTensor, Responses, Service
 from broker.gateway.options import GatewayOptions
 from shm.errors import InferError
 from shm.message_values import ModelMetadata, TensorMetadata
 
-_NESTED = "parameters"  # its members are taken as if they stood beside it
+_NESTED: Final = "parameters"  # its members are taken as if they stood beside it
+NOT_ONE: Final = (
+    "generate expects model to produce exactly 1 response, use generate stream for model that generates various "
+    "number of responses"
+)
 
 
 @final
@@ -34,23 +38,66 @@ class Generate:
 
     async def generate(self, request: Request, model: str, version: str) -> Reply:
         """POST …/generate."""
-        return Reply(parts=(await self._run(request, model, version),))
+        responses = await self._ask(request, model, version)
+        try:
+            response = await anext(responses, None)
+            if response is None or not (response.final or await anext(responses, None) is None):
+                raise internal(NOT_ONE)
+        finally:
+            await responses.aclose()
+        if response.error is not None:
+            raise response.error
+        return Reply(parts=(await _encoded(response),))
 
     async def stream(self, request: Request, model: str, version: str) -> Reply:
-        """POST …/generate_stream."""
-        return Reply(parts=(b"data: ", await self._run(request, model, version), b"\n\n"), content_type=EVENTS)
+        """POST …/generate_stream. The first response is waited for: it decides the status of them all."""
+        events = Events(await self._ask(request, model, version))
+        try:
+            first = await anext(events, None)
+        except BaseException:
+            await events.aclose()
+            raise
+        parts = () if first is None else (first,)
+        return Reply(events.status, parts, EVENTS, rest=events)
 
-    async def _run(self, request: Request, model: str, version: str) -> bytes:
+    async def _ask(self, request: Request, model: str, version: str) -> Responses:
         metadata = await self._service.metadata(model, version)
         if request.headers.get("Content-Encoding") not in (None, "", "identity"):
             raise invalid("Unsupported content-encoding, only 'identity' is supported.")
-        size = len(request.body)
-        wanted = await unhurried(size, read_generate, metadata, version, request.body, self._limit)
+        wanted = await unhurried(len(request.body), read_generate, metadata, version, request.body, self._limit)
         if self._forward is not None:
             forward_headers(wanted, request.raw_headers, self._forward)
-        response = await self._service.infer(wanted, request.caller)
-        size = sum(memoryview(output.data).nbytes for output in response.outputs if output.data is not None)
-        return await unhurried(size, encode_generate, response)
+        return await self._service.stream(wanted, request.caller)
+
+
+@final
+class Events:
+    """Responses as server-sent events. `status`: of the last one, as HTTP would have it."""
+
+    def __init__(self, responses: Responses) -> None:
+        self._responses = responses
+        self.status = 200
+
+    def __aiter__(self) -> Events:
+        return self
+
+    async def __anext__(self) -> bytes:
+        response = await anext(self._responses)
+        try:
+            if response.error is not None:
+                raise response.error
+            text, self.status = await _encoded(response), 200
+        except InferError as error:
+            text, self.status = body_of(error.message), status_of(error)
+        return b"".join((b"data: ", text, b"\n\n"))
+
+    async def aclose(self) -> None:
+        """Nobody wants any more of them: the request is cancelled if it still runs."""
+        await self._responses.aclose()
+
+
+async def _encoded(response: InferResponse) -> bytes:
+    return await unhurried(response.byte_size, encode_generate, response)
 
 
 def read_generate(metadata: ModelMetadata, version: str, body: Buffer, limit: int) -> InferRequest:
@@ -68,25 +115,32 @@ def decode_generate(metadata: ModelMetadata, version: str, document: Any, limit:
     if (identifier := find(document, "id")) is not MISSING:
         request.id = as_string(identifier, "Unable to parse 'id': ")
     inputs = {tensor.name: tensor for tensor in metadata.inputs}
-    members = dict(as_object(document))
-    nested = members.pop(_NESTED, MISSING)
-    if nested is not MISSING:
+    members = as_object(document)
+    for name, value in members.items():
+        if name != _NESTED:
+            _take(request, inputs, name, value, limit)
+            continue
         if _NESTED in inputs:
             raise invalid(f"Keyword '{_NESTED}' for nested schema also given as input tensor name")
-        nested = as_object(nested, f"Expected JSON object for keyword: '{_NESTED}': ")
-        for name in nested:
-            if name in inputs and name in members:
-                raise _already(name)
-        members |= nested
-    used = 0
-    for name, value in members.items():
-        tensor = inputs.get(name)
-        if tensor is not None:
-            request.inputs.append(_read(tensor, value, used, limit))
-            used += len(request.inputs[-1].data or b"")
-        elif name != "id":
-            request.parameters[name] = custom_parameter(name, value)
+        nested = as_object(value, f"Expected JSON object for keyword: '{_NESTED}': ")
+        try:
+            for inner, each in nested.items():
+                if inner in inputs and inner in members:
+                    raise _already(inner)
+                _take(request, inputs, inner, each, limit)
+        except InferError as error:
+            raise prefixed(f"Converting keyword: '{_NESTED}': ", error) from None
     return request
+
+
+def _take(request: InferRequest, inputs: Mapping[str, TensorMetadata], name: str, value: Any, limit: int) -> None:
+    """One member of the document: an input, or a parameter."""
+    tensor = inputs.get(name)
+    if tensor is not None:
+        used = sum(len(each.data or b"") for each in request.inputs)
+        request.inputs.append(_read(tensor, value, used, limit))
+    elif name != "id":
+        request.parameters[name] = custom_parameter(name, value)
 
 
 def encode_generate(response: InferResponse) -> bytes:

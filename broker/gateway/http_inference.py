@@ -22,7 +22,7 @@ from broker.gateway.http_errors import invalid
 from broker.gateway.http_json import unhurried
 from broker.gateway.http_limits import ONE_WRITE
 from broker.gateway.http_message import JSON, OCTETS, Reply, Request, error_reply
-from broker.gateway.kserve import Buffer, InferRequest, Service
+from broker.gateway.kserve import Buffer, InferRequest, Service, one_answer_only
 from broker.gateway.options import GatewayOptions
 from shm.errors import InferError
 
@@ -42,7 +42,8 @@ class Inference:
         try:
             coding = coding_of(headers.get("Content-Encoding"))
         except InferError as error:
-            await self._service.metadata(model, version)
+            if (await self._service.metadata(model, version)).decoupled:
+                raise one_answer_only("http") from None
             reply = error_reply(error)
             reply.headers = (("Accept-Encoding", "gzip, deflate"),)
             return reply
@@ -53,7 +54,9 @@ class Inference:
                 request.reserve(len(body))
             wanted, binary = await self._read(request, body, model, version)
         except InferError:
-            await self._service.metadata(model, version)  # Triton looks the model up first; so do we, when it matters
+            # Triton looks at the model first; so do we, when it matters.
+            if (await self._service.metadata(model, version)).decoupled:
+                raise one_answer_only("http") from None
             raise
         response = await self._service.infer(wanted, request.caller)
         size = json_size(response, wanted.outputs, binary)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final
 
 from broker.gateway.http_errors import REASONS, body_of, status_of
 from broker.gateway.http_json import dumps, parse, unhurried
@@ -14,6 +14,8 @@ from shm.errors import InferError
 JSON: Final = "application/json"
 OCTETS: Final = "application/octet-stream"
 EVENTS: Final = "text/event-stream; charset=utf-8"
+CHUNKED: Final = -1  # how long a body is whose end is marked
+UNTIL_CLOSED: Final = -2  # the same for HTTP/1.0, which has no marks
 
 
 @final
@@ -35,15 +37,32 @@ class Request:
         return await unhurried(len(self.body), parse, self.body)
 
 
+class Rest(Protocol):
+    """What comes after the beginning of a body that is sent while it is made."""
+
+    def __aiter__(self) -> Rest:
+        """Itself."""
+
+    async def __anext__(self) -> Buffer:
+        """A piece, not empty. Cancelled when the peer is gone."""
+
+    async def aclose(self) -> None:
+        """No more of it is wanted. Called in any case, also after the end."""
+
+
 @final
 @dataclass(slots=True)
 class Reply:
-    """`parts`: the body, in pieces that need not be joined. `headers`: beyond Content-Type and Content-Length."""
+    """`parts`: the body, in pieces that need not be joined. `headers`: beyond Content-Type and Content-Length.
+
+    `rest`: the body goes on; `parts` are sent at once, and each piece as it comes.
+    """
 
     status: int = 200
     parts: tuple[Buffer, ...] = ()
     content_type: str = JSON
     headers: tuple[tuple[str, str], ...] = ()
+    rest: Rest | None = None
 
 
 def json_reply(value: Any) -> Reply:
@@ -62,10 +81,15 @@ def text_reply(status: int, message: str) -> Reply:
 
 
 def head(reply: Reply, length: int, connection: str) -> bytes:
-    """Status line and headers. `connection`: what to say in that header, "" for nothing."""
+    """Status line and headers. `connection`: what to say in that header, "" for nothing. `length`: of the body, or
+    UNTIL_CLOSED or CHUNKED.
+    """
     lines = [f"HTTP/1.1 {reply.status} {REASONS.get(reply.status, '')}\r\nContent-Type: {reply.content_type}\r\n"]
     lines += [f"{name}: {value}\r\n" for name, value in reply.headers]
     if connection:
         lines.append(f"Connection: {connection}\r\n")
-    lines.append(f"Content-Length: {length}\r\n\r\n")
+    if length == CHUNKED:
+        lines.append("Transfer-Encoding: chunked\r\n\r\n")
+    else:
+        lines.append("\r\n" if length == UNTIL_CLOSED else f"Content-Length: {length}\r\n\r\n")
     return "".join(lines).encode("latin-1")

@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, final
 
-from broker.gateway.http_connection import Connection, Incoming
+from broker.gateway.http_connection import Connection
 from broker.gateway.http_errors import EXITING, METHOD_NOT_ALLOWED, NOT_FOUND
+from broker.gateway.http_incoming import Incoming
 from broker.gateway.http_limits import BODIES, Patience, connections_allowed
 from broker.gateway.http_message import Reply, Request, text_reply
 from broker.gateway.http_routes import Routes

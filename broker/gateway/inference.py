@@ -13,21 +13,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import re
 import time
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Final, NamedTuple, final
 
 import numpy as np
+import numpy.typing as npt
 
 from broker.gateway import correlation, validation
-from broker.gateway.classification import classify
-from broker.gateway.kserve import Caller, InferRequest, InferResponse, OutputTensor
+from broker.gateway.answers import EXPIRED, is_gone, response_of, told
+from broker.gateway.kserve import Caller, InferRequest, InferResponse, Transport, one_answer_only
 from broker.gateway.plan_cache import Entry, PlanCache, check_room, prepare
-from broker.gateway.regions import Alias, OutsideRegion, RegionCache, check_range
+from broker.gateway.regions import Alias, OutsideRegion, RegionCache, Writer, check_range
+from broker.gateway.streaming import AnyResponses, Lasting, OneResponse, ResponseStream, Run
 from broker.gateway.turns import give_back_all, take_all
 from clientlib.async_client import AsyncClient
-from clientlib.layout import PlanOutdated, RangeInUse
+from clientlib.layout import RangeInUse
 from clientlib.results import InferResult
 from clientlib.submission import MAX_PRIORITY, deadline_ns_of, remaining_s
 from shm.errors import Code, InferError
@@ -36,17 +38,6 @@ from shm.message_values import ModelMetadata
 from shm.messages import GetModel, Models
 
 LATEST_S: Final = 1.0  # how long "the latest version" is taken for known: other gateways load models too
-EXPIRED: Final = "Request timeout expired"
-UNKNOWN_ID: Final = "<id_unknown>"
-# What a request is told whose plan names something that is not there any more. It has not run.
-_GONE: Final = re.compile(
-    r"Unable to find shared memory region|the request names a plan that is not bound|the plan was released|"
-    r"this plan was released|the model is not loaded"
-)
-_LOOKUP: Final = re.compile(r"Request for unknown model|failed to get model version")
-_TOO_SMALL: Final = "shared memory size specified with the request for output"
-# What the worker says of strings, which knows no model's name.
-_STRINGS: Final = re.compile(r"(string (?:elements(?: \d+)?|data|length indicator) for inference input '.*?')(?=, )")
 
 
 class _Resolved(NamedTuple):
@@ -66,6 +57,7 @@ class Inference:
         self._client = client
         self._regions = regions
         self.plans = PlanCache(client)
+        self._lasting = Lasting()
         self._copied = copied
         self._latest: dict[str, tuple[str, float]] = {}  # version and when it was heard, by model
         self._looking: dict[str, asyncio.Task[None]] = {}
@@ -77,17 +69,42 @@ class Inference:
         """Run one request. Raises InferError with Triton's texts; all but those of lookups name the request's id."""
         deadline_ns = deadline_ns_of(request.timeout_us / 1e6) if request.timeout_us > 0 else 0
         resolved = await self._resolve(request, caller)
-        try:
-            return await self._run(request, resolved, deadline_ns)
-        except InferError as error:
-            if not _is_gone(error):
-                raise _told(error, request, resolved.aliases.values()) from None
-        self._forget(request.model, resolved.aliases.values())
+        return await self._infer(request, caller, resolved, deadline_ns)
+
+    async def stream(self, request: InferRequest, caller: Caller) -> ResponseStream:
+        """Check one request, and have its responses come: for models of both kinds. Raises InferError as `infer`.
+
+        What can be known of a request before it runs is raised here; what comes later is a response.
+        """
+        deadline_ns = deadline_ns_of(request.timeout_us / 1e6) if request.timeout_us > 0 else 0
         resolved = await self._resolve(request, caller)
         try:
-            return await self._run(request, resolved, deadline_ns)
+            entry = await self._entry(resolved.key, request, resolved, deadline_ns)
         except InferError as error:
-            raise _told(error, request, resolved.aliases.values()) from None
+            if not is_gone(error):
+                raise told(error, request, resolved.aliases.values()) from None
+            resolved = await self._resolve_anew(request, caller, resolved)
+            try:
+                entry = await self._entry(resolved.key, request, resolved, deadline_ns)
+            except InferError as again:
+                raise told(again, request, resolved.aliases.values()) from None
+        if not entry.decoupled:
+            return OneResponse(request, partial(self._infer, request, caller, resolved, deadline_ns))
+        return AnyResponses(request, partial(self._begin, request, caller, resolved, deadline_ns), self._lasting)
+
+    async def _infer(
+        self, request: InferRequest, caller: Caller, resolved: _Resolved, deadline_ns: int
+    ) -> InferResponse:
+        try:
+            return await self._run(request, resolved, caller.transport, deadline_ns)
+        except InferError as error:
+            if not is_gone(error):
+                raise told(error, request, resolved.aliases.values()) from None
+        resolved = await self._resolve_anew(request, caller, resolved)
+        try:
+            return await self._run(request, resolved, caller.transport, deadline_ns)
+        except InferError as error:
+            raise told(error, request, resolved.aliases.values()) from None
 
     async def metadata(self, model: str, version: str) -> ModelMetadata:
         """One model version, "" for the latest. Raises InferError with Triton's lookup texts."""
@@ -139,7 +156,7 @@ class Inference:
             validation.check(await self.metadata(request.model, version), request)
         except InferError as error:
             if error.message.startswith(validation.SIZE_MISMATCH):
-                return _told(error, request, ())
+                return told(error, request, ())
         return outside
 
     def _latest_version(self, model: str) -> str:
@@ -160,30 +177,36 @@ class Inference:
         finally:
             del self._looking[model]
 
-    def _forget(self, model: str, aliases: Iterable[Alias]) -> None:
-        self.forget_latest(model)
-        for alias in aliases:
+    async def _resolve_anew(self, request: InferRequest, caller: Caller, before: _Resolved) -> _Resolved:
+        """What it named is gone: ask for everything."""
+        self.forget_latest(request.model)
+        for alias in before.aliases.values():
             self._regions.forget(alias)
+        return await self._resolve(request, caller)
 
     # --- plans -----------------------------------------------------------------------------------------------------
 
-    async def _run(self, request: InferRequest, resolved: _Resolved, deadline_ns: int) -> InferResponse:
+    async def _run(
+        self, request: InferRequest, resolved: _Resolved, transport: Transport, deadline_ns: int
+    ) -> InferResponse:
         key = resolved.key
         entry = await self._entry(key, request, resolved, deadline_ns)
+        if entry.decoupled:
+            raise one_answer_only(transport)
         try:
             if not entry.targets:
                 self.plans.grow_if_crowded(entry)
-                return _response(entry, request, await self._submit(entry, request, deadline_ns))
+                return response_of(entry, request, await self._submit(entry, request, deadline_ns))
             if entry.direct:
                 result = await self._run_direct(entry, request, deadline_ns)
                 if result is not None:
-                    return _response(entry, request, result)
+                    return response_of(entry, request, result)
                 key = ("copy", key)
                 entry = await self._entry(key, request, resolved, deadline_ns, direct=False)
             self.plans.grow_if_crowded(entry)
             return await self._run_and_copy(entry, request, deadline_ns)
         except InferError as error:
-            if _is_gone(error):
+            if is_gone(error):
                 self.plans.drop(key, entry)
             raise
 
@@ -219,20 +242,28 @@ class Inference:
 
     async def _run_and_copy(self, entry: Entry, request: InferRequest, deadline_ns: int) -> InferResponse:
         """Results in memory of the gateway's own; then, whole, in the regions."""
-        # Before it runs: a region that is unregistered meanwhile still gets what was asked for before.
-        writers = {name: await self._regions.writer(target.alias) for name, target in entry.targets.items()}
+        writers = await self._writers(entry)
         result = await self._submit(entry, request, deadline_ns)
-        for name, target in entry.targets.items():
+        await self._write(entry, writers, result, deadline_ns)
+        return response_of(entry, request, result)
+
+    async def _writers(self, entry: Entry) -> Mapping[str, Writer]:
+        """Before it runs: a region that is unregistered meanwhile still gets what was asked for before."""
+        return {name: await self._regions.writer(target.alias) for name, target in entry.targets.items()}
+
+    async def _write(self, entry: Entry, writers: Mapping[str, Writer], result: InferResult, deadline_ns: int) -> None:
+        """The outputs that go to regions, each whole, in turn with others who write there."""
+        targets = {name: target for name, target in entry.targets.items() if name in result}
+        for name, target in targets.items():
             check_room(name, target, result[name].nbytes)
         async with _until(deadline_ns):
             await take_all(entry.turns)
         try:
-            for name, target in entry.targets.items():
+            for name, target in targets.items():
                 writers[name].write(target.alias, target.offset, result[name].data)
                 self._copied("shared_output", result[name].nbytes)
         finally:
             give_back_all(entry.turns)
-        return _response(entry, request, result)
 
     # --- running ---------------------------------------------------------------------------------------------------
 
@@ -251,20 +282,58 @@ class Inference:
             give_back_all(turns)
 
     async def _submit(self, entry: Entry, request: InferRequest, deadline_ns: int) -> InferResult:
-        values = [np.frombuffer(tensor.data, np.uint8) for tensor in request.inputs if tensor.data is not None]
-        priority = request.priority
-        if not 0 <= priority <= MAX_PRIORITY:
-            priority = 0  # more than any model has levels, which means its default
-        if entry.text_id:
-            values.append(np.frombuffer(correlation.text_bytes(request), np.uint8))
+        values, inline = self._values(entry, request)
         sequence = correlation.sequence_of(request) if request.sequence_id else correlation.NO_SEQUENCE
-        inline = sum([value.nbytes for value in values])
-        if inline:
-            self._copied("inline_input", inline)  # whatever becomes of the request
-        result = await entry.plan.infer_arrays(values, deadline_ns, priority, sequence)
+        result = await entry.plan.infer_arrays(values, deadline_ns, _priority(request), sequence)
         if result.copied_here > inline:
             self._copied("kept_output", result.copied_here - inline)
         return result
+
+    def _values(self, entry: Entry, request: InferRequest) -> tuple[list[npt.NDArray[np.uint8]], int]:
+        """The inputs that came with the request, and how many bytes the client will copy of them."""
+        values = [np.frombuffer(tensor.data, np.uint8) for tensor in request.inputs if tensor.data is not None]
+        if entry.text_id:
+            values.append(np.frombuffer(correlation.text_bytes(request), np.uint8))
+        inline = sum([value.nbytes for value in values])
+        if inline:
+            self._copied("inline_input", inline)  # whatever becomes of the request
+        return values, inline
+
+    # --- decoupled models ------------------------------------------------------------------------------------------
+
+    async def _begin(
+        self, request: InferRequest, caller: Caller, resolved: _Resolved, deadline_ns: int, *, anew: bool
+    ) -> Run:
+        """Submit a request whose responses come one by one. `anew`: its plan was gone, and it has not run."""
+        if anew:
+            self.plans.drop(resolved.key)
+            resolved = await self._resolve_anew(request, caller, resolved)
+        try:
+            entry = await self._entry(resolved.key, request, resolved, deadline_ns)
+            if not entry.decoupled:  # it was reloaded as another kind of model
+                raise InferError(Code.UNAVAILABLE, f"model '{request.model}' was reloaded meanwhile: ask again")
+            await self.plans.make_room(entry)
+            writers = await self._writers(entry)
+            values, inline = self._values(entry, request)
+        except InferError as error:
+            raise told(error, request, resolved.aliases.values()) from None
+        sequence = correlation.sequence_of(request) if request.sequence_id else correlation.NO_SEQUENCE
+        stream = entry.plan.stream_arrays(values, deadline_ns, _priority(request), sequence)
+
+        async def deliver(result: InferResult) -> InferResponse:
+            nonlocal inline
+            await self._write(entry, writers, result, deadline_ns)
+            if result.copied_here > inline:
+                self._copied("kept_output", result.copied_here - inline)
+            inline = 0  # they were copied once
+            return response_of(entry, request, result)
+
+        return Run(stream, tuple(resolved.aliases.values()), deliver)
+
+
+def _priority(request: InferRequest) -> int:
+    """More than any model has levels means its default."""
+    return request.priority if 0 <= request.priority <= MAX_PRIORITY else 0
 
 
 @contextlib.asynccontextmanager
@@ -275,9 +344,6 @@ async def _until(deadline_ns: int) -> AsyncIterator[None]:
             yield
     except TimeoutError:
         raise InferError(Code.UNAVAILABLE, EXPIRED) from None
-
-
-# --- words ----------------------------------------------------------------------------------------------------------
 
 
 def _key(request: InferRequest, version: str, aliases: Mapping[str, Alias]) -> Hashable:
@@ -298,42 +364,3 @@ def _key(request: InferRequest, version: str, aliases: Mapping[str, Alias]) -> H
             if output.region:
                 parts += (aliases[output.region].number, output.offset, output.byte_size)
     return tuple(parts)
-
-
-def _response(entry: Entry, request: InferRequest, result: InferResult) -> InferResponse:
-    classes = {output.name: output.classes for output in request.outputs or () if output.classes > 0}
-    outputs = []
-    for name, datatype in entry.outputs:
-        shape = result.shapes[name]
-        if name in entry.targets:
-            outputs.append(OutputTensor(name, datatype, shape, None))
-        elif name in classes:
-            labels = entry.labels.get(name, ())
-            data, shape = classify(result[name], datatype, shape, classes[name], batched=entry.batched, labels=labels)
-            outputs.append(OutputTensor(name, "BYTES", shape, data))
-        else:
-            outputs.append(OutputTensor(name, datatype, shape, result[name].data))
-    return InferResponse(request.model, entry.version, request.id, outputs)
-
-
-def _is_gone(error: InferError) -> bool:
-    """Was what the plan names replaced or retired? Then the request has not run."""
-    return isinstance(error, PlanOutdated) or _GONE.search(error.message) is not None
-
-
-def _told(error: InferError, request: InferRequest, aliases: Iterable[Alias]) -> InferError:
-    """`error` in Triton's words: with the request's id, and with the names that the caller knows."""
-    code, message = error.code, error.message
-    if _LOOKUP.match(message):
-        return error
-    if correlation.SAID.match(message):
-        return InferError(code, correlation.in_words(message, request))
-    for alias in aliases:
-        message = message.replace(alias.region.name, alias.name)
-    if message.startswith(_TOO_SMALL):
-        code = Code.INTERNAL.name
-    elif message.startswith(EXPIRED):
-        message = EXPIRED
-    else:
-        message = _STRINGS.sub(lambda found: f"{found[1]} for model '{request.model}'", message)
-    return InferError(code, f"[request id: {request.id or UNKNOWN_ID}] {message}")

@@ -9,15 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, final
+from typing import Any, Final, Literal, Protocol, Self, final
 
 from broker.gateway.options import Category as Category
+from shm.errors import Code, InferError
 from shm.message_values import IndexEntry, ModelMetadata, Principal, RegionRecord
 
 Buffer = bytes | bytearray | memoryview
 Parameter = bool | int | float | str
 Transport = Literal["http", "grpc", "zmq"]
 
+DECOUPLED: Final = "doesn't support models with decoupled transaction policy"
+_END_POINTS: Final[dict[Transport, str]] = {
+    "http": "HTTP end point",
+    "grpc": "ModelInfer RPC",
+    "zmq": "ZeroMQ end point",
+}
 
 Identity = tuple[Principal | None, str]  # who asks; None: may not use shared memory, for the reason beside it
 
@@ -97,7 +104,9 @@ class RequestedOutput:
 @final
 @dataclass(slots=True)
 class InferRequest:
-    """`outputs` None: all of them. `timeout_us` and `priority` 0: none given. `parameters`: the caller's own."""
+    """`outputs` None: all of them. `timeout_us` and `priority` 0: none given. `parameters`: the caller's own.
+    `empty_final` is gRPC's own: of a stream whose end comes without a response, the end is wanted as one.
+    """
 
     model: str
     version: str = ""
@@ -110,6 +119,7 @@ class InferRequest:
     sequence_start: bool = False
     sequence_end: bool = False
     parameters: dict[str, Parameter] = field(default_factory=dict)
+    empty_final: bool = False
 
 
 @final
@@ -126,18 +136,47 @@ class OutputTensor:
 @final
 @dataclass(slots=True)
 class InferResponse:
-    """Outputs in the order in which they were asked for, else the model's."""
+    """Outputs in the order in which they were asked for, else the model's.
+
+    Of a stream: `final`, nothing of its request follows; `error`, it is one, and has no outputs.
+    """
 
     model: str
     version: str
     id: str
     outputs: list[OutputTensor]
     parameters: dict[str, Parameter] = field(default_factory=dict)
+    final: bool = True
+    error: InferError | None = None
 
     @property
     def byte_size(self) -> int:
         """Of the outputs that lie in no region."""
         return sum(memoryview(output.data).nbytes for output in self.outputs if output.data is not None)
+
+
+def one_answer_only(transport: Transport) -> InferError:
+    """A decoupled model was asked where there is one response to a request. UNSUPPORTED, in Triton's words."""
+    return InferError(Code.UNSUPPORTED, f"{_END_POINTS[transport]} {DECOUPLED}")
+
+
+class Responses(Protocol):
+    """Those to one request, in order, as they come. Errors are responses too: nothing raises InferError here.
+
+    `decoupled`: there may be any number of them, and the end may come without one: then none was `final`. Else there is
+    exactly one. Whoever has them takes them to the end or calls `aclose`.
+    """
+
+    decoupled: bool
+
+    def __aiter__(self) -> Self:
+        """Itself."""
+
+    async def __anext__(self) -> InferResponse:
+        """The next one. What was asked for runs from the first call on. Cancelled with the task that awaits it."""
+
+    async def aclose(self) -> None:
+        """Cancel what still runs. Again: nothing."""
 
 
 class Service(Protocol):
@@ -182,7 +221,10 @@ class Service(Protocol):
         """Unload; draining goes on afterwards."""
 
     async def infer(self, request: InferRequest, caller: Caller) -> InferResponse:
-        """Run one request. Cancelled with the task that awaits it."""
+        """Run one request. Cancelled with the task that awaits it. UNSUPPORTED for decoupled models."""
+
+    async def stream(self, request: InferRequest, caller: Caller) -> Responses:
+        """Check one request and have its responses come. The request is taken over: its inputs are let go."""
 
     def copied(self, reason: str, byte_size: int) -> None:
         """The front end copied bytes of tensors, for one of `shm.gateway_counters.COPIES`."""

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Final, Protocol, final
 
 from broker.gateway import exposition
-from broker.gateway.http_connection import Connection, Incoming
+from broker.gateway.http_connection import Connection
 from broker.gateway.http_errors import METHOD_NOT_ALLOWED
+from broker.gateway.http_incoming import Incoming
 from broker.gateway.http_limits import Patience
 from broker.gateway.http_message import Reply, text_reply
 from broker.gateway.options import GatewayOptions

@@ -48,6 +48,7 @@ class Entry:
 
     `outputs`: name and datatype in the order of the answer. `targets`: those outputs that go to regions. `direct`: the
     model writes these itself; else the result is made in the gateway's memory and copied. `small`: it has two places.
+    `decoupled`: there may be any number of responses to a request, which come one by one.
     `text_id`: the sequence id is an input, the last one.
     `labels`: the class names of outputs that have some, as the last request that asked for classes found them.
     """
@@ -55,6 +56,7 @@ class Entry:
     __slots__ = (
         "batched",
         "byte_size",
+        "decoupled",
         "direct",
         "labels",
         "outputs",
@@ -83,6 +85,7 @@ class Entry:
         self.outputs = tuple((name, datatypes_of[name]) for name in outputs)
         self.targets = targets
         self.batched = model.max_batch_size > 0
+        self.decoupled = model.decoupled
         self.direct = direct
         self.small = True
         self.text_id = text_id
@@ -102,6 +105,7 @@ class PlanCache:
         self._entries: OrderedDict[Hashable, Entry] = OrderedDict()
         self._making: dict[Hashable, asyncio.Task[Entry]] = {}
         self._growing: set[asyncio.Task[None]] = set()
+        self._widening = asyncio.Lock()
         self.byte_size = 0
 
     def __len__(self) -> int:
@@ -136,6 +140,13 @@ class PlanCache:
             self._growing.add(task)
             task.add_done_callback(self._growing.discard)
 
+    async def make_room(self, entry: Entry) -> None:
+        """For one more request that may last for minutes: it does not wait for the places of others."""
+        if entry.plan.crowded:
+            async with self._widening:
+                if entry.plan.crowded:
+                    await self._grow(entry)
+
     async def _grow(self, entry: Entry) -> None:
         # Without room, or without its model, it stays as it is: what is wrong the next request will be told.
         with contextlib.suppress(InferError):
@@ -152,9 +163,9 @@ class PlanCache:
         self._shrink()
         return entry
 
-    def drop(self, key: Hashable, entry: Entry) -> None:
-        """Forget an entry that does not work any more, unless it has been replaced."""
-        if self._entries.get(key) is entry:
+    def drop(self, key: Hashable, entry: Entry | None = None) -> None:
+        """Forget an entry that does not work any more, unless it has been replaced. None: whichever there is."""
+        if entry is None or self._entries.get(key) is entry:
             self._remove(key)
 
     def _shrink(self) -> None:
@@ -185,8 +196,10 @@ async def prepare(
     targets = {o.name: Target(aliases[o.region], o.offset, o.byte_size) for o in outputs if o.region}
     places = _places(model, request, targets)
     _check_overlap(model, request, places, aliases)
-    if not direct or any(
-        place.byte_size == 0 and shapes.is_open(place.datatype, place.shape) for place in places.values()
+    if (
+        not direct
+        or model.decoupled
+        or any(place.byte_size == 0 and shapes.is_open(place.datatype, place.shape) for place in places.values())
     ):
         places = {}
     inputs: dict[str, TensorRef | ArrayInput] = {}

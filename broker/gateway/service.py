@@ -10,14 +10,16 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, final
 
 from msgspec.structs import replace
 
 from broker.gateway.inference import Inference
-from broker.gateway.kserve import Caller, Category, InferRequest, InferResponse
+from broker.gateway.kserve import Caller, Category, InferRequest, InferResponse, Transport
 from broker.gateway.options import EXTENSIONS, SERVER_VERSION, GatewayOptions
 from broker.gateway.regions import RegionCache
+from broker.gateway.streaming import ResponseStream
 from clientlib.async_client import AsyncClient
 from clientlib.session import Answer
 from shm.errors import Code, InferError
@@ -189,21 +191,39 @@ class GatewayService:
 
     async def infer(self, request: InferRequest, caller: Caller) -> InferResponse:
         """Run one request. Cancelled with the task that awaits it."""
-        if self.exiting:
-            raise InferError(Code.UNAVAILABLE, "Server exiting")
-        began, failed = time.monotonic_ns(), True
-        self._running += 1
-        self._idle.clear()
+        began, failed = self._enter(), True
         try:
             response = await self.inference.infer(request, caller)
             failed = False
             return response
         finally:
-            self._running -= 1
-            if not self._running:
-                self._idle.set()
-            if self.on_ended is not None:
-                self.on_ended(caller.transport, time.monotonic_ns() - began, failed)
+            self._leave(caller.transport, began, failed)
+
+    async def stream(self, request: InferRequest, caller: Caller) -> ResponseStream:
+        """Check one request and have its responses come. The request is taken over: its inputs are let go."""
+        began = self._enter()
+        try:
+            responses = await self.inference.stream(request, caller)
+        except BaseException:
+            self._leave(caller.transport, began, failed=True)
+            raise
+        responses.on_end = partial(self._leave, caller.transport, began)
+        return responses
+
+    def _enter(self) -> int:
+        """A request begins: when. Raises InferError when no more may."""
+        if self.exiting:
+            raise InferError(Code.UNAVAILABLE, "Server exiting")
+        self._running += 1
+        self._idle.clear()
+        return time.monotonic_ns()
+
+    def _leave(self, transport: Transport, began: int, failed: bool) -> None:
+        self._running -= 1
+        if not self._running:
+            self._idle.set()
+        if self.on_ended is not None:
+            self.on_ended(transport, time.monotonic_ns() - began, failed)
 
     def copied(self, reason: str, byte_size: int) -> None:
         """Bytes of tensors were copied in this process, for one of `shm.gateway_counters.COPIES`."""

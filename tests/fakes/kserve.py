@@ -1,4 +1,5 @@
-"""A `broker.gateway.kserve.Service` without a broker: one model `add1` (FP32 [-1, 4]: y = x + 1), regions in a dict.
+"""A `broker.gateway.kserve.Service` without a broker: a model `add1` (FP32 [-1, 4]: y = x + 1), a decoupled one `many`
+that answers what a test wrote into `script`, regions in a dict.
 
 For unit tests of the front ends: what a codec decoded is in `asked`, what the service answers can be replaced.
 """
@@ -8,11 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from broker.gateway.kserve import Caller, InferRequest, InferResponse, OutputTensor
+from broker.gateway.kserve import Caller, InferRequest, InferResponse, OutputTensor, Responses, one_answer_only
+from broker.gateway.streaming import OneResponse
 from shm.errors import Code, InferError
 from shm.message_values import IndexEntry, ModelMetadata, RegionRecord, TensorMetadata
 
@@ -26,9 +30,68 @@ METADATA = ModelMetadata(
     outputs=(TensorMetadata(name="y", datatype="FP32", shape=(-1, 4)),),
 )
 
+MANY = ModelMetadata(
+    name="many",
+    version="1",
+    versions=("1",),
+    inputs=(TensorMetadata(name="x", datatype="FP32", shape=(-1,)),),
+    outputs=(TensorMetadata(name="y", datatype="FP32", shape=(-1,)),),
+    decoupled=True,
+)
+
+
+class Scripted:
+    """The responses to one request of `many`: each number is one, "end" is final, an error is one; else the end."""
+
+    decoupled = True
+
+    def __init__(self, service: FakeService, request: InferRequest) -> None:
+        self._service = service
+        self._request = request
+        self._script = list(service.script)
+        self.ended = self.closed = False
+
+    def __aiter__(self) -> Scripted:
+        return self
+
+    async def __anext__(self) -> InferResponse:
+        if self._service.gate is not None:
+            try:
+                await self._service.gate.wait()
+            except asyncio.CancelledError:
+                self._service.cancelled += 1
+                raise
+        if self._service.turns is not None:
+            await self._service.turns.acquire()
+        self._service.begun.append(self._request.id)
+        if not self._script:
+            self.ended = True
+            raise StopAsyncIteration
+        item = self._script.pop(0)
+        final = bool(self._script) and self._script[0] == "end"
+        if final:
+            self._script.clear()
+        response = InferResponse("many", "1", self._request.id, [], final=final)
+        if isinstance(item, InferError):
+            response.error = item
+        else:
+            data = np.full(self._service.size, item, np.float32).tobytes()
+            response.outputs = [OutputTensor("y", "FP32", (self._service.size,), data)]
+        self.ended = final
+        return response
+
+    async def aclose(self) -> None:
+        if not self.closed and not self.ended:
+            self._service.abandoned += 1
+        self.closed = True
+
 
 class FakeService:
-    """`fails`: raised by every verb. `gate`: an event that `infer` waits for."""
+    """`fails`: raised by every verb. `gate`: an event that `infer`, and every response of `many`, waits for.
+
+    Of `many`: `script`, see `Scripted`; `turns`, one for each response; `begun`, the ids of the requests whose
+    responses were asked for; `size`, elements of each; `abandoned`, how many were closed before their end.
+    """
 
     def __init__(self) -> None:
         self.server_name, self.server_version = "triton", "2.73.0"
@@ -39,6 +102,11 @@ class FakeService:
         self.fails: InferError | None = None
         self.gate: asyncio.Event | None = None
         self.cancelled = 0
+        self.script: list[float | str | InferError] = []
+        self.turns: asyncio.Semaphore | None = None
+        self.begun: list[str] = []
+        self.size = 1
+        self.abandoned = 0
         self.copies: Counter[str] = Counter()
         self.held: dict[str, RegionRecord] = {}
         self.loads: list[tuple[str, dict[str, Any]]] = []
@@ -58,6 +126,8 @@ class FakeService:
     def _model(self, model: str) -> ModelMetadata:
         if self.fails is not None:
             raise self.fails
+        if model == "many":
+            return MANY
         if model != "add1":
             raise InferError(Code.INVALID_ARG, f"Request for unknown model: '{model}' is not found")
         return METADATA
@@ -109,9 +179,10 @@ class FakeService:
         self.loads.append((model, {"unload_dependents": unload_dependents}))
 
     async def infer(self, request: InferRequest, caller: Caller) -> InferResponse:
-        self.asked.append(request)
+        self.asked.append(replace(request))  # whose inputs nobody lets go
         self.callers.append(caller)
-        self._model(request.model)
+        if self._model(request.model).decoupled:
+            raise one_answer_only(caller.transport)
         if self.gate is not None:
             try:
                 await self.gate.wait()
@@ -123,6 +194,12 @@ class FakeService:
         if tensor.data is not None:
             data = (np.frombuffer(tensor.data, np.float32) + 1).tobytes()
         return InferResponse("add1", "1", request.id, [OutputTensor("y", "FP32", tensor.shape, data)])
+
+    async def stream(self, request: InferRequest, caller: Caller) -> Responses:
+        if request.model != "many":
+            return OneResponse(request, partial(self.infer, request, caller))
+        self.asked.append(replace(request))  # whose inputs nobody lets go
+        return Scripted(self, request)
 
     def copied(self, reason: str, byte_size: int) -> None:
         self.copies[reason] += byte_size

@@ -1,0 +1,70 @@
+"""What a caller is told: responses from results, and errors in Triton's words. Used by `broker.gateway.inference`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Final
+
+from broker.gateway import correlation
+from broker.gateway.classification import classify
+from broker.gateway.kserve import DECOUPLED, InferRequest, InferResponse, OutputTensor
+from broker.gateway.plan_cache import Entry
+from broker.gateway.regions import Alias
+from clientlib.layout import PlanOutdated
+from clientlib.results import InferResult
+from shm.errors import Code, InferError
+
+EXPIRED: Final = "Request timeout expired"
+UNKNOWN_ID: Final = "<id_unknown>"
+# What a request is told whose plan names something that is not there any more. It has not run.
+_GONE: Final = re.compile(
+    r"Unable to find shared memory region|the request names a plan that is not bound|the plan was released|"
+    r"this plan was released|the model is not loaded"
+)
+_AS_IT_IS: Final = re.compile(f"^Request for unknown model|^failed to get model version|{DECOUPLED}$")
+_TOO_SMALL: Final = "shared memory size specified with the request for output"
+# What the worker says of strings, which knows no model's name.
+_STRINGS: Final = re.compile(r"(string (?:elements(?: \d+)?|data|length indicator) for inference input '.*?')(?=, )")
+
+
+def response_of(entry: Entry, request: InferRequest, result: InferResult) -> InferResponse:
+    """The outputs that `result` has, in the entry's order; what lies in the caller's regions is named only."""
+    classes = {output.name: output.classes for output in request.outputs or () if output.classes > 0}
+    outputs = []
+    for name, datatype in entry.outputs:
+        shape = result.shapes.get(name)
+        if shape is None:
+            continue  # a response of a decoupled model need not have all
+        if name in entry.targets:
+            outputs.append(OutputTensor(name, datatype, shape, None))
+        elif name in classes:
+            labels = entry.labels.get(name, ())
+            data, shape = classify(result[name], datatype, shape, classes[name], batched=entry.batched, labels=labels)
+            outputs.append(OutputTensor(name, "BYTES", shape, data))
+        else:
+            outputs.append(OutputTensor(name, datatype, shape, result[name].data))
+    return InferResponse(request.model, entry.version, request.id, outputs)
+
+
+def is_gone(error: InferError) -> bool:
+    """Was what the plan names replaced or retired? Then the request has not run."""
+    return isinstance(error, PlanOutdated) or _GONE.search(error.message) is not None
+
+
+def told(error: InferError, request: InferRequest, aliases: Iterable[Alias]) -> InferError:
+    """`error` in Triton's words: with the request's id, and with the names that the caller knows."""
+    code, message = error.code, error.message
+    if _AS_IT_IS.search(message):
+        return error
+    if correlation.SAID.match(message):
+        return InferError(code, correlation.in_words(message, request))
+    for alias in aliases:
+        message = message.replace(alias.region.name, alias.name)
+    if message.startswith(_TOO_SMALL):
+        code = Code.INTERNAL.name
+    elif message.startswith(EXPIRED):
+        message = EXPIRED
+    else:
+        message = _STRINGS.sub(lambda found: f"{found[1]} for model '{request.model}'", message)
+    return InferError(code, f"[request id: {request.id or UNKNOWN_ID}] {message}")

@@ -1,0 +1,249 @@
+"""The responses to one request as they come: of decoupled models any number of them, of others one.
+
+Implements `broker.gateway.kserve.Responses`. Made by `broker.gateway.inference`, which knows plans and regions; what
+is here knows only when a request begins, when it has ended, and that an error is a response too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, NamedTuple, Protocol, Self, final
+
+from broker.gateway.answers import EXPIRED, is_gone, told
+from broker.gateway.kserve import InferRequest, InferResponse
+from broker.gateway.regions import Alias
+from clientlib.results import InferResult
+from shm.capacity import memory_limit
+from shm.errors import Code, InferError
+
+RUNNING: Final = 512  # requests, half of those that a worker takes of a gateway; more wait
+MEMORY_SHARE: Final = 4
+LOOK_S: Final = 0.25
+
+
+class Results(Protocol):
+    """What the client library gives for a request of a decoupled model.
+
+    `final`: nothing follows the result, or the error, that came last. `unread_bytes`: of results nobody has taken.
+    """
+
+    @property
+    def final(self) -> bool:
+        """See the class."""
+
+    @property
+    def unread_bytes(self) -> int:
+        """See the class."""
+
+    async def __anext__(self) -> InferResult:
+        """The next one; raises InferError for a response that is an error, after which others may come."""
+
+    def close(self) -> None:
+        """Cancel what still runs. Again: nothing."""
+
+
+class Run(NamedTuple):
+    """A request that was submitted: its `aliases` are those of regions that errors may name."""
+
+    results: Results
+    aliases: Sequence[Alias]
+    deliver: Callable[[InferResult], Awaitable[InferResponse]]
+
+
+class Begin(Protocol):
+    """Submits the request; `anew`: once more, since what it named was gone. Raises InferError as callers see it."""
+
+    async def __call__(self, *, anew: bool) -> Run:
+        """See the class."""
+
+
+class ResponseStream:
+    """What both kinds have in common. `on_end` is called once, with whether anything went wrong."""
+
+    decoupled = False
+
+    def __init__(self, request: InferRequest) -> None:
+        self._request = request
+        self._failed = False
+        self._ended = False
+        self.on_end: Callable[[bool], None] | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> InferResponse:
+        if self._ended:
+            raise StopAsyncIteration
+        try:
+            response = await self._next()
+        except StopAsyncIteration:
+            self._end()
+            raise
+        self._request.inputs = []  # it runs: they were copied to where the model reads them
+        self._failed = self._failed or response.error is not None
+        if response.final:
+            self._end()
+        return response
+
+    async def aclose(self) -> None:
+        """Cancel what still runs."""
+        if not self._ended:
+            self._failed = True
+            self._end()
+
+    async def _next(self) -> InferResponse:
+        """One response; raises StopAsyncIteration at an end without one, and never InferError."""
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        self._ended = True
+        if self.on_end is not None:
+            self.on_end(self._failed)
+
+    def _error(self, error: InferError, *, final: bool) -> InferResponse:
+        request = self._request
+        return InferResponse(request.model, request.version, request.id, [], final=final, error=error)
+
+
+@final
+class OneResponse(ResponseStream):
+    """Of a model with one response to each request; `run` makes it."""
+
+    def __init__(self, request: InferRequest, run: Callable[[], Awaitable[InferResponse]]) -> None:
+        super().__init__(request)
+        self._run = run
+
+    async def _next(self) -> InferResponse:
+        try:
+            return await self._run()
+        except InferError as error:
+            return self._error(error, final=True)
+
+
+@final
+class AnyResponses(ResponseStream):
+    """Of a decoupled model. A request that has had no response may begin anew when its plan was gone."""
+
+    decoupled = True
+
+    def __init__(self, request: InferRequest, begin: Begin, lasting: Lasting) -> None:
+        super().__init__(request)
+        self._begin = begin
+        self._lasting = lasting
+        self._run: Run | None = None
+        self._settled = False  # it has had a response, or has begun anew
+        self._cut: InferError | None = None
+
+    @property
+    def unread_bytes(self) -> int:
+        """Of the responses that wait for whoever takes them from here."""
+        return 0 if self._run is None else self._run.results.unread_bytes
+
+    def cut(self, error: InferError) -> None:
+        """Cancel it and drop what waits; whoever comes for the next response gets `error`."""
+        self._cut = error
+        self._close()
+
+    async def aclose(self) -> None:
+        """Cancel what still runs."""
+        await super().aclose()
+        self._close()
+
+    async def _next(self) -> InferResponse:
+        if self._run is None:
+            try:
+                await self._enter()
+                self._run = await self._begin(anew=False)
+            except InferError as error:
+                return self._error(error, final=True)
+        return await self._of(self._run)
+
+    async def _of(self, run: Run) -> InferResponse:
+        try:
+            result = await anext(run.results)
+            self._settled = True
+            response = await run.deliver(result)
+        except StopAsyncIteration:
+            if self._cut is not None:
+                return self._error(self._cut, final=True)
+            raise
+        except InferError as error:
+            final = run.results.final
+            if final and not self._settled and is_gone(error):
+                return await self._anew(run)
+            self._settled = True
+            # One among others is the model's own word; one that ends the request is told as all errors are.
+            return self._error(told(error, self._request, run.aliases) if final else error, final=final)
+        response.final = run.results.final
+        return response
+
+    async def _anew(self, run: Run) -> InferResponse:
+        run.results.close()
+        self._settled = True
+        try:
+            run = self._run = await self._begin(anew=True)
+        except InferError as error:
+            return self._error(error, final=True)
+        return await self._of(run)
+
+    async def _enter(self) -> None:
+        try:
+            async with asyncio.timeout(self._request.timeout_us / 1e6 or None):
+                await self._lasting.enter(self)
+        except TimeoutError:
+            raise told(InferError(Code.UNAVAILABLE, EXPIRED), self._request, ()) from None
+
+    def _end(self) -> None:
+        self._lasting.leave(self)
+        super()._end()
+
+    def _close(self) -> None:
+        if self._run is not None:
+            self._run.results.close()
+
+
+@final
+class Lasting:
+    """The requests of decoupled models that run in this gateway: how many may, and what they may keep unread.
+
+    Each of them keeps at most what the client library allows (64 MiB); `unread` bounds all together. On one event loop.
+    """
+
+    def __init__(self, running: int = RUNNING, unread: int = 0) -> None:
+        """`unread`: bytes, 0 for a quarter of the memory there is."""
+        self._free = asyncio.Semaphore(running)
+        self._limit = unread or memory_limit() // MEMORY_SHARE
+        self._running: set[AnyResponses] = set()
+        self._looking: asyncio.TimerHandle | None = None
+
+    async def enter(self, responses: AnyResponses) -> None:
+        """One more; waits for its turn. Whoever enters leaves."""
+        await self._free.acquire()
+        self._running.add(responses)
+        if self._looking is None:
+            self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+
+    def leave(self, responses: AnyResponses) -> None:
+        """It has ended. Nothing for one that has not entered."""
+        if responses in self._running:
+            self._running.discard(responses)
+            self._free.release()
+
+    def _look(self) -> None:
+        self._looking = None
+        unread = {responses: responses.unread_bytes for responses in self._running}
+        total = sum(unread.values())
+        while total > self._limit:
+            last = max(unread, key=unread.__getitem__)
+            size = unread.pop(last)
+            total -= size
+            last.cut(
+                InferError(
+                    Code.UNAVAILABLE,
+                    f"responses that wait for their readers took more than {self._limit} bytes, {size} of them this "
+                    "request's: it was cancelled; read faster",
+                )
+            )
+        if self._running:
+            self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look)
