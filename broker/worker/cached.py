@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import final
@@ -27,16 +28,17 @@ _now = time.monotonic_ns
 class Cached:
     """One loaded version's part of the worker's cache. `block` is its first instance's block of the statistics page."""
 
-    __slots__ = ("_block", "_cache", "_owner", "_told")
+    __slots__ = ("_block", "_cache", "_lock", "_owner", "_told")
 
     def __init__(self, cache: ResponseCache, model: str, version: int, generation: int, block: memoryview) -> None:
         self._cache = cache
         self._owner = (model, version, generation)
         self._block = block
         self._told = False
+        self._lock = threading.Lock()  # of the words that look-ups write
 
     def answer(self, request: Request) -> bool:
-        """Look `request` up, and end it if its answer is known; publishing that is the caller's. Only by who leads."""
+        """Look `request` up, and end it if its answer is known; publishing that is the caller's. From any thread."""
         plan = request.plan
         assert isinstance(plan, Plan)
         if plan.changed_size():
@@ -48,16 +50,18 @@ class Cached:
         block = self._block
         self._cache.count(statistics.CACHE_LOOKUP_NS, took)
         if not hit:
-            block[statistics.CACHE_MISSES] += 1
-            block[statistics.CACHE_MISS_NS] += took
+            with self._lock:
+                block[statistics.CACHE_MISSES] += 1
+                block[statistics.CACHE_MISS_NS] += took
             self._cache.count(statistics.CACHE_ALL_MISSES, 1)
             return False
         self._cache.count(statistics.CACHE_ALL_HITS, 1)
         request.output_ns = took
-        block[statistics.CACHE_HITS] += 1
-        block[statistics.CACHE_HIT_NS] += took
-        block[statistics.HIT_LATENCY + statistics.bucket(took)] += 1
-        block[statistics.COPIED + statistics.REASONS.index("cache")] += request.copied
+        with self._lock:
+            block[statistics.CACHE_HITS] += 1
+            block[statistics.CACHE_HIT_NS] += took
+            block[statistics.HIT_LATENCY + statistics.bucket(took)] += 1
+            block[statistics.COPIED + statistics.REASONS.index("cache")] += request.copied
         return True
 
     def keep(

@@ -1,20 +1,18 @@
-"""Tensors on their way through an ensemble, and the plans by which its steps read and write them.
+"""Tensors on their way through an ensemble: on the client's own ranges, or on this worker's memory, which grows with
+what is written to it (`Region.private`).
 
-A step's plan has one position. It lies on the client's own ranges where they fit, else on this worker's memory, which
-grows with what is written to it (`Region.private`). Used by `broker.worker.ensemble`.
+Used by `broker.worker.ensemble_run` and `ensemble_steps`. `Prepared` is what one run leaves to the next.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, final
 
-from broker.worker.messages import BindPlan, PlanTensor
-from broker.worker.overlap import Crowds
+from broker.worker.ensemble_graph import Needed
 from broker.worker.plans import PlacedTensor, Plan
-from broker.worker.regions import Region, RegionTable
+from broker.worker.regions import Region
 from shm import datatypes
 from shm.errors import Code, InferError
-from shm.message_values import TensorSpec
 
 ROOM = 64  # of a private output of unknown size; it grows
 Shape = tuple[int, ...]
@@ -28,6 +26,31 @@ class Value(NamedTuple):
     region: Region
     offset: int
     byte_size: int
+
+
+@final
+class Prepared:
+    """Plans and memory of a run on one position of a client's plan, for one such run after the other.
+
+    `sources`: what the plan of a step was made from. `places`: where tensors are written. `epoch`: of the ensemble when
+    it was made; members may have been replaced since. `kept`: bytes, when it was put aside.
+    """
+
+    __slots__ = ("epoch", "kept", "needed", "places", "plans", "sources")
+
+    def __init__(self, needed: Needed, epoch: int) -> None:
+        self.needed = needed
+        self.epoch = epoch
+        self.kept = 0
+        self.plans: dict[int, Plan] = {}
+        self.sources: dict[int, tuple[Value, ...]] = {}
+        self.places: dict[str, Value] = {}
+
+    @property
+    def byte_size(self) -> int:
+        """This worker's memory that it keeps."""
+        regions = {value.region for value in self.places.values()}
+        return sum(region.bytes.size for region in regions if region.info.kind == "private")
 
 
 def private(datatype: str, shape: Shape) -> Value:
@@ -52,40 +75,6 @@ def fitted(shape: Shape, wanted: Shape) -> Shape | None:
         if all(want in (-1, came) or came == -1 for want, came in zip(wanted, candidate, strict=True)):
             return candidate
     return None
-
-
-def step_plan(
-    client: Plan, model: str, version: int, inputs: dict[str, Value], outputs: dict[str, Value], rows: int
-) -> Plan:
-    """The plan of one step on these tensors (by the member's names). It is bound to no model yet."""
-    table = RegionTable()
-    numbers: dict[int, int] = {}
-
-    def place(name: str, value: Value) -> PlanTensor:
-        number = numbers.setdefault(id(value.region), len(numbers))
-        table.hold(number, value.region)
-        spec = TensorSpec(
-            name=name, region=name, datatype=value.datatype, shape=value.shape, offset=value.offset,
-            byte_size=value.byte_size,
-        )  # fmt: skip
-        return PlanTensor(spec=spec, region=number, generation=0)
-
-    message = BindPlan(
-        id=0,
-        session=client.session,
-        index=client.index,
-        generation=client.generation,
-        model=model,
-        version=version,
-        inputs=tuple(place(name, value) for name, value in inputs.items()),
-        outputs=tuple(place(name, value) for name, value in outputs.items()),
-        input_positions=1,
-        output_positions=1,
-        rows=rows,
-        follow_latest=version < 0,
-        owner=client.owner,
-    )
-    return Plan(message, table, Crowds(lambda: ()))
 
 
 def not_fitting(tensor: str, shape: Shape, model: str, wanted: Shape) -> InferError:

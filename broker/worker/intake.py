@@ -1,10 +1,11 @@
 """What an admitted request meets before it is queued: models that may answer it without an instance.
 
-Called by the loop's leader with what it took from one channel.
+Called by the loop's leader with what it took from one channel, and by runs of ensembles with their steps.
 """
 
 from __future__ import annotations
 
+from broker.worker.ensemble_run import Run
 from broker.worker.plans import Plan
 from shm.admission import Request
 
@@ -16,12 +17,20 @@ def take_in(requests: list[Request]) -> list[Request]:
     for request in requests:
         plan = request.plan
         assert isinstance(plan, Plan)
-        ensemble = plan.model.ensemble if plan.model is not None else None
-        if ensemble is not None:
-            ensemble.begin(request)
-            continue
-        cached = plan.model.cached if plan.model is not None else None
-        (answered if cached is not None and cached.answer(request) else rest).append(request)
+        model = plan.model
+        if model is not None and model.cached is not None and model.cached.answer(request):
+            answered.append(request)
+        elif model is not None and model.ensemble is not None:
+            model.ensemble.begin(request)
+        else:
+            rest.append(request)
     if answered:
         answered[0].channel.complete(answered)
     return rest
+
+
+def withdraw(request: Request) -> None:
+    """Nobody waits for a request that is not queued any more: of an ensemble's, the steps still to run do not."""
+    run = request.sequence
+    if isinstance(run, Run):
+        run.withdraw()

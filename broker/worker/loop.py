@@ -15,7 +15,7 @@ from typing import final
 
 from broker.worker.execute import run_batch
 from broker.worker.hot_set import HotSet
-from broker.worker.intake import take_in
+from broker.worker.intake import take_in, withdraw
 from broker.worker.model import LoadedModel
 from broker.worker.plans import Plan
 from broker.worker.scheduler import SHORT_NS, Batch, Refused, Scheduler
@@ -68,10 +68,7 @@ class Loop:
         """Watch a channel whose recovery has run."""
         self._block[statistics.RECOVERED] += len(recovered.suspects) + len(recovered.fresh)
         self._attached = [*self._attached, channel]
-        inner = [request for request in recovered.fresh if request.plan.model.ensemble is not None]  # type: ignore[union-attr]
-        fresh = [request for request in recovered.fresh if request not in inner]
-        take_in(inner)
-        self._refuse(self.scheduler.adopt(Recovered(recovered.suspects, fresh)))
+        self._refuse(self.scheduler.adopt(Recovered(recovered.suspects, take_in(recovered.fresh))))
         self._set.add(channel)
 
     def detach(self, channel: WorkerChannel) -> None:
@@ -82,6 +79,7 @@ class Loop:
         for request in channel.live:
             if request is not None:
                 request.ended = request.ended or Code.CANCELLED  # a stream has nobody to go on for
+                withdraw(request)
         self.wake()  # it may be hot: a leader that sleeps would keep its memory mapped
 
     def release(self, channel: WorkerChannel) -> None:
@@ -90,13 +88,15 @@ class Loop:
 
     def submit(self, requests: list[Request]) -> None:
         """Queue steps of an ensemble, from any thread."""
-        inner = [request for request in requests if request.plan.model.ensemble is not None]  # type: ignore[union-attr]
-        if inner:
-            requests = [request for request in requests if request not in inner]
-            take_in(inner)
+        if any(request.plan.model.answers for request in requests):  # type: ignore[union-attr]
+            requests = take_in(requests)
         self._refuse(self.scheduler.add(requests))
         if len(requests) > 1:
             self.wake()  # the thread that ended the step before takes one of them
+
+    def take_back(self, requests: list[Request]) -> None:
+        """End steps that are still queued, from any thread: nobody wants what they would write."""
+        self.end([r for r in requests if self.scheduler.remove(r)], Code.CANCELLED, "the request was cancelled")
 
     def retire(self, model: LoadedModel) -> None:
         """Close a model once it has nothing left to do."""
@@ -161,8 +161,9 @@ class Loop:
                 if self._parked:
                     break  # to look at the channels first
                 batch = self.scheduler.due(_now())
-                if (batch is None or was_alone or self.scheduler.limiter) and self.scheduler.waiting():
-                    self.wake()  # the leader may sleep because this instance, or what the limiter gave it, was taken
+                left = batch is None or was_alone or self.scheduler.limiter is not None
+                if self.scheduler.waiting() if left else self.scheduler.growing():
+                    self.wake()  # what this run held is free, or it has queued steps of ensembles: the leader may sleep
 
     def _lead(self, term: int) -> Batch | None:
         """Returns a batch to run without the lead, or None when the lead was lost or the worker stops."""
@@ -313,8 +314,9 @@ class Loop:
             self._count_endings(refused)
             channel.complete(refused)
         # A running request is not interrupted; its ending tells how it ended.
-        cancelled = [request for request, admitted in notable if admitted and self.scheduler.remove(request)]
-        self.end(cancelled, Code.CANCELLED, "the request was cancelled")
+        for request in [request for request, admitted in notable if admitted]:
+            withdraw(request)
+            self.take_back([request])
 
     def end(self, requests: list[Request], code: Code, text: str) -> None:
         """Give requests that have not run, and will not, their ending."""

@@ -221,6 +221,7 @@ class LoadedModel:
         "immediate",
         "in_order",
         "instances",
+        "pins",
         "queue",
         "reshapes",
         "shares",
@@ -247,6 +248,7 @@ class LoadedModel:
         self.cached: Cached | None = None
         self.claims: tuple[Claim, ...] = ()  # of its instances; () when no rate limiter has a say
         self.ensemble: Ensemble | None = None
+        self.pins = 0  # runs of ensembles that are going to use it, or are at it; under the model table's lock
         self.streams: Streams | None = None
         self.shares = 0  # since all that waits was last given to one instance
         most = config.max_batch_size

@@ -6,9 +6,10 @@ Loads come from threads of their own, everything else from the control thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import final
 
+from broker.repository.scheduling import Step
 from broker.worker import backends
 from broker.worker.answers import Streams
 from broker.worker.cache import ResponseCache
@@ -59,11 +60,11 @@ class ModelTable:
             self._loop.scheduler.admit(model)
             if config.ensemble is not None:
                 model.load_ensemble(blocks[0])
-                model.ensemble = Ensemble(model, self.bind, self._loop.submit)
+                model.ensemble = Ensemble(model, self, self._loop.submit, self._loop.take_back)
             else:
                 model.streams = Streams() if config.decoupled else None
                 model.load(backends.find(config), directory, blocks)
-            cache = self._cache if config.response_cache and blocks and config.ensemble is None else None
+            cache = self._cache if config.response_cache and blocks else None
             if blocks:
                 blocks[0][statistics.CACHED] = cache is not None
             if cache is not None:
@@ -85,6 +86,7 @@ class ModelTable:
         for plan in plans():
             if plan.model_name == model.name:
                 self._settle(plan)
+        self._forget(plans)
         if old is not None:
             self._loop.retire(old)
 
@@ -96,6 +98,7 @@ class ModelTable:
         for plan in plans():
             if plan.model_name == name:
                 self._settle(plan)
+        self._forget(plans)
         if old is not None:
             self._loop.retire(old)
 
@@ -106,6 +109,46 @@ class ModelTable:
     def bind(self, plan: Plan) -> None:
         """Give a new plan its model. It is among the plans that a load sees by now."""
         self._settle(plan)
+
+    def pin(self, steps: Iterable[Step]) -> list[LoadedModel]:
+        """The model of each step of an ensemble, not closed before `unpin`. Raises InferError UNAVAILABLE."""
+        found: list[LoadedModel] = []
+        with self.lock:
+            for step in steps:
+                versions = self._versions.get(step.model_name, {})
+                wanted = step.model_version
+                model = versions.get(wanted if wanted > 0 else max(versions, default=0))
+                if model is None:
+                    which = f" version {wanted}" if wanted > 0 else ""
+                    raise InferError(Code.UNAVAILABLE, f"model '{step.model_name}'{which} is not loaded")
+                found.append(model)
+            for model in found:
+                model.pins += 1
+        return found
+
+    def unpin(self, models: Iterable[LoadedModel]) -> None:
+        """An ensemble's run is over."""
+        with self.lock:
+            for model in models:
+                model.pins -= 1
+
+    def adopt(self, plan: Plan, model: LoadedModel) -> None:
+        """Give a step's plan its model, which is pinned."""
+        with self.lock:
+            self._adopt(plan, model)
+
+    def _adopt(self, plan: Plan, model: LoadedModel) -> None:
+        if len(self._signatures) > MAX_SIGNATURES:
+            self._signatures.clear()
+        adopt(plan, model, self._signatures)
+
+    def _forget(self, plans: Plans) -> None:
+        """What ensembles have prepared for their next requests holds on to the members that there were."""
+        with self.lock:
+            models = [model for versions in self._versions.values() for model in versions.values()]
+        for model in models:
+            if model.ensemble is not None:
+                model.ensemble.forget(plans())
 
     def close(self, plan: Plan, verdict: Verdict) -> None:
         """Let the plan take no request any more, whatever is loaded later. The first verdict stays."""
@@ -123,9 +166,7 @@ class ModelTable:
                 plan.close(MISSING if model is None else CHANGED)
                 plan.forget_bindings()
             elif plan.model is not model or plan.closed is not None:
-                if len(self._signatures) > MAX_SIGNATURES:
-                    self._signatures.clear()
-                adopt(plan, model, self._signatures)
+                self._adopt(plan, model)
 
 
 def _same_signature(old: LoadedModel, new: LoadedModel) -> bool:

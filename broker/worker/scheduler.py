@@ -351,7 +351,7 @@ class Scheduler:
         """Close the retired models that have nothing left to do."""
         with self.lock:
             wanted = [request.plan.model for request in self.suspects]  # type: ignore[union-attr]
-            done = [m for m in self.retired if not len(m.queue) and m not in wanted and _claim(m)]
+            done = [m for m in self.retired if not (len(m.queue) or m.pins) and m not in wanted and _claim(m)]
             self.retired = [m for m in self.retired if m not in done]
             self.timed = [m for m in self.timed if m not in done]
         for model in done:

@@ -1,0 +1,303 @@
+"""One request for an ensemble on its way: steps that can begin are queued, what they wrote lets others begin.
+
+Made by `broker.worker.ensemble`. Steps end on any thread, which calls `Run.complete` and thereby queues what can begin
+next. A run ends once, when nothing of it is queued or running.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, final
+
+import numpy as np
+
+from broker.worker.cache import Output
+from broker.worker.ensemble_graph import Progress
+from broker.worker.ensemble_memory import Prepared, Value, fitted, not_fitting, of_client, private
+from broker.worker.ensemble_steps import Asked, plan_of, told
+from broker.worker.model import LoadedModel
+from broker.worker.plans import Bytes, PlacedTensor, Plan
+from broker.worker.running import check_sizes
+from shm.admission import EXPIRED, Request
+from shm.errors import Code, InferError
+
+if TYPE_CHECKING:
+    from broker.worker.ensemble import Ensemble
+
+Submit = Callable[[list[Request]], None]
+_now = time.monotonic_ns
+
+
+@final
+class Run:
+    """Implements `shm.admission.Publishes` for its steps. While it lasts it is its request's `sequence`."""
+
+    __slots__ = (
+        "_advancing",
+        "_began",
+        "_copies",
+        "_ended",
+        "_ensemble",
+        "_lock",
+        "_members",
+        "_plan",
+        "_prepared",
+        "_progress",
+        "_publish",
+        "_request",
+        "_steps",
+        "_submit",
+        "_values",
+    )
+
+    def __init__(self, ensemble: Ensemble, request: Request, submit: Submit, publish: Callable[[], None]) -> None:
+        plan = request.plan
+        assert isinstance(plan, Plan)
+        self._ensemble, self._request, self._plan = ensemble, request, plan
+        self._submit, self._publish = submit, publish
+        self._lock = threading.Lock()  # of what steps' ends and a cancel touch: the next three
+        self._ended: list[Request] = []
+        self._steps: dict[Request, None] = {}  # queued or running
+        self._advancing = True
+        self._prepared: Prepared = ensemble.prepared(plan, request)
+        self._progress = Progress(self._prepared.needed)
+        self._members: dict[int, LoadedModel] = {}
+        self._values: dict[str, Value] = {}  # what exists
+        self._copies: list[Bytes] = []  # of the inputs, where answers are kept
+        self._began = _now()
+        request.note = b""
+        request.queue_ns = request.input_ns = request.infer_ns = request.output_ns = request.copied = 0
+        request.sequence = self
+
+    def begin(self) -> None:
+        """Queue the steps that need nothing from others."""
+        self._ensemble.started()
+        try:
+            self._members = self._ensemble.pin(self._prepared.needed.steps)
+            self._read()
+        except Exception as error:
+            self._fail(error)
+        self._queue(self._progress.begin())
+        self._advance()
+
+    def start(self, requests: Sequence[Request]) -> None:
+        """A step is about to run: nothing to mark, the ledger knows the client's request."""
+
+    def complete(self, requests: Sequence[Request]) -> None:
+        """Steps have ended, on whatever thread."""
+        self._ensemble.left(requests)
+        with self._lock:
+            self._ended.extend(requests)
+            if self._advancing:
+                return
+            self._advancing = True
+        self._advance()
+
+    def withdraw(self) -> None:
+        """Take back the steps that still wait: nobody wants what they would write. Those that run go on."""
+        with self._lock:
+            steps = list(self._steps)
+        waiting = []
+        for step in steps:
+            inner = step.sequence
+            if isinstance(inner, Run):
+                step.ended = step.ended or Code.CANCELLED
+                inner.withdraw()
+            else:
+                waiting.append(step)
+        self._ensemble.take_back(waiting)
+
+    def look(self) -> None:
+        """Steps have been queued: who ended the run meanwhile may not have seen them."""
+        if self._request.ended or self._request.code:
+            self.withdraw()
+
+    # --- by one thread at a time --------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Take note of what has ended and queue what can begin, until there is nothing to do."""
+        while True:
+            with self._lock:
+                ended, self._ended = self._ended, []
+                for step in ended:
+                    del self._steps[step]
+                if not ended and self._steps:
+                    self._advancing = False
+                    return
+            if not ended:
+                break
+            ready: list[int] = []
+            for step in ended:
+                try:
+                    ready += self._collect(step)
+                except Exception as error:
+                    self._fail(error, step.slot)
+            self._queue(ready)
+        self._finish()
+
+    def _queue(self, numbers: list[int]) -> None:
+        request = self._request
+        if not request.code and numbers:
+            if request.ended:
+                request.fail(Code.CANCELLED, "the request was cancelled")
+            elif request.deadline and _now() >= request.deadline:
+                self._fail(InferError(*EXPIRED), numbers[0])
+        ready: list[Request] = []
+        for at in numbers:
+            if request.code:
+                self.withdraw()
+                return
+            try:
+                ready.append(self._request_of(at))
+            except Exception as error:
+                self._fail(error, at)
+        if request.code:
+            self.withdraw()
+        elif ready:
+            with self._lock:
+                self._steps.update(dict.fromkeys(ready))
+            self._submit(ready)
+            self.look()
+
+    def _read(self) -> None:
+        """The client's tensors, as the ensemble has them."""
+        request, model = self._request, self._ensemble.model
+        check_sizes(self._plan)
+        for tensor in self._plan.inputs:
+            shape = model.shape(tensor.name, tensor.shape_of(request.rows))
+            value = of_client(tensor, request.input_position, request.rows, shape)
+            self._values[tensor.name] = value if model.cached is None else self._copied(tensor, value)
+
+    def _copied(self, tensor: PlacedTensor, value: Value) -> Value:
+        """A copy that its client cannot change: an answer is kept for just what the members have read."""
+        own = self._prepared.places.get(tensor.name)
+        if own is None or (own.byte_size, own.shape) != (value.byte_size, value.shape):
+            own = private("UINT8", (value.byte_size,))._replace(datatype=value.datatype, shape=value.shape)
+            self._prepared.places[tensor.name] = own
+        data = own.region.bytes[: own.byte_size]
+        data[:] = tensor.memory(self._request.input_position, self._request.rows)
+        self._ensemble.count_copy("policy", data.size)
+        self._request.copied += data.size
+        self._copies.append(data)
+        return own
+
+    def _request_of(self, at: int) -> Request:
+        """The internal request of a step whose tensors exist."""
+        step, prepared, client = self._ensemble.graph.steps[at], self._prepared, self._request
+        values, member = self._values, self._members[at]
+        given = tuple([values[tensor] for tensor in step.input_map.values() if tensor in values])
+        plan = prepared.plans.get(at)
+        if plan is None or plan.model is not member or prepared.sources[at] != given:
+            asked = Asked(client, self._plan, self._ensemble.model, prepared)
+            plan = prepared.plans[at] = plan_of(asked, step, member, values)
+            self._ensemble.adopt(plan, member)
+            prepared.sources[at] = given
+        entry = (*client.entry[:4], 0, 0, plan.rows, *client.entry[7:])
+        request = Request(self, at, entry, plan, _now())
+        request.started = True
+        return request
+
+    def _collect(self, step: Request) -> list[int]:
+        """A step has ended: what it wrote exists now."""
+        request = self._request
+        if step.code:
+            if request.ended and step.code == Code.CANCELLED:
+                request.fail(Code.CANCELLED, "the request was cancelled")
+            else:
+                self._fail(InferError(Code(step.code), step.note.decode(errors="replace")), step.slot)
+            return []
+        request.queue_ns += step.queue_ns
+        request.input_ns += step.input_ns
+        request.infer_ns += step.infer_ns
+        request.output_ns += step.output_ns
+        plan = step.plan
+        assert isinstance(plan, Plan)
+        names = self._ensemble.graph.steps[step.slot].output_map
+        note = list(struct.unpack(f"<{len(step.note) // 8}Q", step.note)) if step.note else []
+        written = []
+        for tensor in plan.outputs:
+            name = names[tensor.name]
+            value = self._prepared.places[name]
+            if tensor.open:
+                rank = note.pop(0)
+                shape, note = tuple(note[:rank]), note[rank:]
+                value = value._replace(shape=shape, byte_size=tensor.place.byte_size)
+            self._values[name] = value
+            written.append(name)
+        return self._progress.wrote(written)
+
+    def _fail(self, error: Exception, at: int = -1) -> None:
+        if self._request.code:
+            return  # the first one tells
+        code, text = Code.INTERNAL, f"{type(error).__name__}: {error}"
+        if isinstance(error, InferError):
+            code, text = Code[error.code], error.message
+        where = f" ({told(self._ensemble.graph.steps[at], at, self._values)})" if at >= 0 else ""
+        self._request.fail(code, f"in ensemble '{self._ensemble.model.name}', {text}{where}")
+
+    def _finish(self) -> None:
+        request = self._request
+        if not request.code:
+            try:
+                self._deliver()
+            except Exception as error:
+                self._fail(error)
+        self._ensemble.unpin(self._members)
+        if not request.code:  # what a run that failed has left would have to be looked through
+            self._ensemble.keep(self._plan, request, self._prepared)
+        self._ensemble.ended(request, _now() - self._began)
+        request.sequence = None
+        self._publish()
+
+    # --- the answer ---------------------------------------------------------------------------------------------
+
+    def _deliver(self) -> None:
+        """Copy what was not written in place, if everything fits; shapes of open outputs go into the note."""
+        request, plan = self._request, self._plan
+        check_sizes(plan)
+        note: list[int] = []
+        answers: list[tuple[PlacedTensor, Value, tuple[int, ...]]] = []
+        for tensor in plan.outputs:
+            shape = self._shape_of(tensor)
+            if tensor.open:
+                note.extend((len(shape), *shape))
+            answers.append((tensor, self._values[tensor.name], shape))
+        for tensor, value, _ in answers:
+            start = tensor.place.offset + request.output_position * tensor.place.stride
+            if value.region is not tensor.region or value.offset != start:
+                target = tensor.memory(request.output_position)[: value.byte_size]
+                target[:] = value.region.bytes[value.offset : value.offset + value.byte_size]
+                request.copied += value.byte_size
+                self._ensemble.count_copy("output", value.byte_size)
+        request.note = struct.pack(f"<{len(note)}Q", *note) if note else b""
+        cached = self._ensemble.model.cached
+        if cached is not None:
+            outputs = [
+                Output(tensor.name, shape, _bytes(value.region.bytes, value.offset, value.byte_size))
+                for tensor, value, shape in answers
+            ]
+            cached.keep(plan, request.rows, self._copies, outputs, self._ensemble.model.instances[0].block)
+
+    def _shape_of(self, tensor: PlacedTensor) -> tuple[int, ...]:
+        """Of an output, as the client has it. Raises InferError if it does not fit where the client wants it."""
+        request, model, value = self._request, self._ensemble.model, self._values[tensor.name]
+        reshape = model.reshapes.get(tensor.name)
+        shape = value.shape if reshape is None else reshape.to_client(tensor.name, value.shape)
+        wanted = tensor.shape_of(request.rows)
+        shape = fitted(shape, wanted) or shape
+        if shape != wanted and not tensor.open:
+            raise not_fitting(tensor.name, shape, model.name, wanted)
+        if value.byte_size > tensor.place.byte_size and not tensor.make_room(value.byte_size):
+            raise InferError(
+                Code.INVALID_ARG,
+                f"shared memory size specified with the request for output '{tensor.name}'"
+                f" ({tensor.place.byte_size} bytes) should be at least {value.byte_size} bytes to hold the results",
+            )
+        return shape
+
+
+def _bytes(memory: Bytes, start: int, size: int) -> bytes:
+    return np.ascontiguousarray(memory[start : start + size]).tobytes()
