@@ -16,6 +16,7 @@ from broker.repository.scheduling import Allowance, Resource
 from shm.errors import Code, InferError
 
 GLOBAL: Final = -1  # the device of a resource that all devices share
+LOADING: Final = 2  # executions that loading counts as: in Triton an instance is initialised and warmed up in turn
 Pool = tuple[int, str]  # device, name of the resource
 
 
@@ -28,7 +29,7 @@ class Claim:
     def __init__(self, resources: Sequence[Resource] = (), priority: int = 1, device: int = 0) -> None:
         self.needs: dict[Pool, int] = {(GLOBAL if r.is_global else device, r.name): r.count for r in resources}
         self.priority = max(1, priority)
-        self.passed = 0
+        self.passed = LOADING * self.priority
 
 
 @final
