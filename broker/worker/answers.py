@@ -15,6 +15,8 @@ from typing import final
 
 import numpy as np
 
+from broker.repository.config import ModelConfig
+from broker.worker.assembly import Assembly
 from broker.worker.binding import serialized
 from broker.worker.model import Instance
 from broker.worker.plans import Bytes, Plan
@@ -42,9 +44,17 @@ _now = time.monotonic_ns
 class Streams:
     """The requests of one model that have begun and not ended."""
 
-    __slots__ = ("_dropped", "_live", "lock")
+    __slots__ = ("_dropped", "_live", "assembly", "lock")
 
-    def __init__(self) -> None:
+    def __init__(self, config: ModelConfig) -> None:
+        sequence = config.sequence_batching
+        if sequence is not None and sequence.state:
+            raise InferError(
+                Code.UNSUPPORTED,
+                f"model '{config.name}' is decoupled and has implicit state (sequence_batching.state), which are not "
+                "supported together: which of its responses has the next state?",
+            )
+        self.assembly = Assembly(config) if sequence is not None else None  # for the controls
         self.lock = threading.Lock()  # the statistics, which any thread of the model's may add to
         self._live: dict[Request, Answers] = {}
         self._dropped: deque[Answers] = deque()

@@ -17,7 +17,7 @@ from broker.worker import sequences
 from broker.worker.fair_line import FairLine
 from broker.worker.queues import Queue, Row
 from shm.admission import EXPIRED, Request, Verdict
-from shm.errors import Code, InferError
+from shm.errors import Code
 
 FULL: Verdict = (Code.UNAVAILABLE, "Exceeds maximum queue size")
 MISFITS = 16  # clients passed over for one batch at most, so that a look at the queue stays short
@@ -301,12 +301,6 @@ class DynamicBatcher:
 
 def queue_for(config: ModelConfig, instances: int) -> Queue:
     """The scheduler that a model's configuration asks for. Raises InferError where there is none."""
-    if config.decoupled and config.sequence_batching is not None:
-        raise InferError(
-            Code.UNSUPPORTED,
-            f"model '{config.name}' is decoupled (model_transaction_policy) and has sequence_batching, which are not "
-            "supported together yet",
-        )
     if config.sequence_batching is not None:
         return sequences.queue_for(config, instances)
     batching = config.dynamic_batching

@@ -76,6 +76,10 @@ def _inputs(instance: Instance, streams: Streams, request: Request) -> dict[str,
             instance.count_copy("policy", memory.size)
         shape = instance.model.shape(tensor.name, tensor.shape_of(request.rows))
         arrays[tensor.name] = _array(tensor, shape, memory)
+    if streams.assembly is not None:
+        for control in streams.assembly.controls:
+            if control.name not in arrays:  # an id that is a string comes with the request
+                arrays[control.name] = streams.assembly.control(control, [request], [request.rows])
     return arrays
 
 

@@ -62,7 +62,7 @@ class ModelTable:
                 model.load_ensemble(blocks[0])
                 model.ensemble = Ensemble(model, self, self._loop.submit, self._loop.take_back)
             else:
-                model.streams = Streams() if config.decoupled else None
+                model.streams = Streams(config) if config.decoupled else None
                 model.load(backends.find(config), directory, blocks)
             cache = self._cache if config.response_cache and blocks else None
             if blocks:

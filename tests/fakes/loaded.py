@@ -88,7 +88,7 @@ class Loaded:
     def load(self, config: ModelConfig, version: int = 1) -> LoadedModel:
         """Load it (again): the statistics go on in the same blocks."""
         model = LoadedModel(config, version, 1)
-        model.streams = Streams() if config.decoupled else None
+        model.streams = Streams(config) if config.decoupled else None
         blocks = [self.page.block(index) for index in range(instance_count(config.instance_group))]
         model.load(backends.find(config), config.versions[version], blocks)
         return model

@@ -18,7 +18,7 @@ from broker.worker.execute import run_batch
 from broker.worker.stream import Stream
 from shm import datatypes, statistics
 from shm.errors import Code, InferError
-from shm.layout import CODE_MASK, FINAL, NOTED
+from shm.layout import CODE_MASK, FINAL, NOTED, SEQUENCE_START
 from shm.responses import Extent, part_count, unpack
 from shm.statistics import BLOCKS
 from tests.fakes.channel import Twin
@@ -106,9 +106,9 @@ class Reader:
 class Lab:
     """A decoupled model, a channel, and a client's memory."""
 
-    def __init__(self, root: Path, slots: int = 4) -> None:
+    def __init__(self, root: Path, slots: int = 4, config_text: str = CONFIG) -> None:
         (root / "m" / "1").mkdir(parents=True)
-        (root / "m" / "config.pbtxt").write_text(CONFIG)
+        (root / "m" / "config.pbtxt").write_text(config_text)
         (root / "m" / "backend.py").write_text(BACKEND)
         config = run(root)
         self.loaded = Loaded(config)
@@ -126,10 +126,10 @@ class Lab:
     def streams(self) -> Any:
         return self.loaded.model.streams
 
-    def start(self, x: int = 1) -> tuple[Stream, Reader, int]:
+    def start(self, x: int = 1, sequence_id: int = 0, flags: int = 0) -> tuple[Stream, Reader, int]:
         self.memory.put(0, np.array([x, 2], np.int32))
         reader = Reader(self)
-        ident = self.client.submit(reader, self.plan.key, 0, 0, 0, 0)
+        ident = self.client.submit(reader, self.plan.key, 0, 0, 0, 0, flags=flags, sequence_id=sequence_id)
         taken: list[Any] = []
         assert self.worker.take(10, 1, taken) == []
         self.worker.start(taken)
@@ -142,6 +142,16 @@ class Lab:
     def close(self) -> None:
         self.twin.close()
         self.loaded.__exit__(None, None, None)
+
+
+SEQUENCE = """
+sequence_batching {
+  control_input [
+    { name: "START" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } },
+    { name: "ID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } }
+  ]
+}
+"""
 
 
 @pytest.fixture
@@ -349,3 +359,19 @@ def test_statistics_by_the_index_of_a_response(lab):
     assert (
         total["success"] + total["fail"] + total["empty_response"] == total["compute_infer"] + total["compute_output"]
     )
+
+
+def test_a_sequence_s_controls_are_among_the_inputs(tmp_path):
+    lab = Lab(tmp_path, config_text=CONFIG + SEQUENCE)
+    for flags, start in ((SEQUENCE_START, 1), (0, 0)):
+        stream, _, _ = lab.start(sequence_id=42, flags=flags)
+        assert {name: stream.inputs[name].tolist() for name in ("START", "ID")} == {"START": [start], "ID": [42]}
+        stream.send(final=True)
+        lab.read()
+    lab.close()
+
+
+def test_implicit_state_of_a_decoupled_model_is_refused(tmp_path):
+    state = 'state { input_name: "S" output_name: "T" data_type: TYPE_INT32 dims: [ 1 ] }'
+    with pytest.raises(InferError, match="which of its responses has the next state"):
+        Lab(tmp_path, config_text=CONFIG + SEQUENCE.rstrip()[:-1] + state + "}")
