@@ -117,7 +117,7 @@ class Assembler:
         self._raw = raw
         self.outgrown: tuple[str, int] | None = None  # an output, and a room that would have spared most of its parts
         self._turn = 0  # the place of the next part
-        self._note = b""  # of the response at hand, and what it says
+        self._note: bytes | None = None  # of the response at hand, and what it says
         self._extents: list[Extent | None] = []
         self._parts = 1
         self._part = 0  # how many of them are here; 0: the next part begins a response
@@ -288,13 +288,12 @@ class Inbox:
             if self._queue:
                 item = self._queue.popleft()
                 self.final = item is self._last
+                self._gone += _size(item)
             elif self._error is not None:
                 item, self._error = self._error, None
                 self.final = True
             else:
                 return None
-            if isinstance(item, Response):
-                self._gone += item.byte_size + OVERHEAD
         if self._closed:
             return None
         if isinstance(item, InferError):
@@ -331,6 +330,8 @@ class Inbox:
             item = self._failure(code, note)
         elif status & NOTED:
             item = self._assembler.add(entry, note, self._copied)
+            if item is not None:
+                self._copied = 0
         if status & FINAL:
             if self._assembler.unfinished:
                 raise _garbled("it ended before the last of its parts came")
@@ -341,17 +342,16 @@ class Inbox:
             self.ended = True
 
     def _append(self, item: Response | InferError) -> None:
-        if isinstance(item, Response):
-            self._copied = 0
-            size, held = item.byte_size + OVERHEAD, self._came - self._gone
-            if self._queue and held + size > UNREAD:
-                waiting = len(self._queue)
-                raise InferError(
-                    Code.UNAVAILABLE,
-                    f"{waiting} responses of {held - waiting * OVERHEAD} bytes wait to be read, and {UNREAD} bytes are "
-                    "kept for a stream: the request was cancelled; read faster, or in a thread or task of its own",
-                )
-            self._came += size
-        elif len(self._queue) >= UNREAD // OVERHEAD:
-            raise item
+        size = _size(item)
+        if self._queue and self._came - self._gone + size > UNREAD:
+            raise InferError(
+                Code.UNAVAILABLE,
+                f"{len(self._queue)} responses wait to be read, no more than {UNREAD} bytes are kept for a stream: the "
+                "request was cancelled; read faster, or in a thread or task of its own",
+            )
+        self._came += size
         self._queue.append(item)
+
+
+def _size(item: Response | InferError) -> int:
+    return OVERHEAD + (item.byte_size if isinstance(item, Response) else 0)
