@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol, final
 
 from shm.errors import Code
-from shm.layout import NOTE_BYTES
+from shm.layout import NOTE_BYTES, QUEUE_TIMEOUT
 
 Verdict = tuple[Code, str]
 
@@ -47,7 +47,10 @@ class Publishes(Protocol):
 
 @final
 class Request:
-    """One taken submission. `ended` is set when it must not run any more (cancelled, expired)."""
+    """One taken submission. `ended` is set when it must not run any more (cancelled, expired).
+
+    `deadline`: ends it while it waits; 0: none. A `queue_timeout` is none of these once it is admitted.
+    """
 
     __slots__ = (
         "arrival",
@@ -111,8 +114,13 @@ class Request:
 
     @property
     def flags(self) -> int:
-        """SEQUENCE_START and SEQUENCE_END."""
+        """SEQUENCE_START, SEQUENCE_END, QUEUE_TIMEOUT."""
         return self.entry[8]
+
+    @property
+    def queue_timeout(self) -> int:
+        """When it has waited as long as its sender wants, if its queue takes that into account; 0: no matter."""
+        return self.entry[3] if self.entry[8] & QUEUE_TIMEOUT else 0
 
     def fail(self, code: Code, message: str) -> None:
         """Give the request its ending; `complete` publishes it."""
@@ -139,6 +147,8 @@ def admit(request: Request, cancel: int, now: int) -> Verdict | None:
         and not plan.busy[request.output_position]
     ):
         return None  # nearly always
+    if request.deadline and request.queue_timeout:
+        request.deadline = 0
     if plan is None:
         return Code.NOT_FOUND, "the request names a plan that is not bound here: prepare it again"
     if plan.closed is not None:

@@ -43,6 +43,7 @@ CANCEL = 1 << 32  # in a RING word: look at the slot's cancel word
 # rows (0 = as prepared) · sequence id · flags · priority · wait event + 1 · done event + 1 · cancel = position
 SUBMISSION = struct.Struct("@QQQQHHIQHHHHQ")
 SEQUENCE_START, SEQUENCE_END = 1, 2  # flags
+QUEUE_TIMEOUT = 4  # a flag: the deadline is Triton's `timeout`, which counts where the model's queue lets it
 
 # completion number + 1 · ident = position << 16 | slot · code | FINAL | NOTED · queue, input, infer, output ns · copied
 COMPLETION = struct.Struct("@8Q")

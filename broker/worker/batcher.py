@@ -14,6 +14,7 @@ from typing import final
 from broker.repository.config import ModelConfig
 from broker.repository.scheduling import DynamicBatching, QueuePolicy
 from broker.worker import sequences
+from broker.worker.deadlines import Deadlines
 from broker.worker.fair_line import FairLine
 from broker.worker.queues import Queue, Row
 from shm.admission import EXPIRED, Request, Verdict
@@ -80,7 +81,7 @@ class _Level:
     `delayed` are those that have (timeout_action DELAY): they go when nothing else of their level waits.
     """
 
-    __slots__ = ("_ages", "_timeout", "delayed", "late_at", "line", "policy", "size")
+    __slots__ = ("_late", "_timeout", "delayed", "late_at", "line", "policy", "size")
 
     def __init__(self, policy: QueuePolicy) -> None:
         self.policy = policy
@@ -89,14 +90,15 @@ class _Level:
         self.size = 0
         self.late_at = 0
         self._timeout = policy.default_timeout_microseconds * 1000
-        self._ages: OrderedDict[Request, int] = OrderedDict()  # request → when it is late; only with a time-out
+        self._late = Deadlines()  # only with a time-out; a request's own may only be shorter
 
     def add(self, request: Request, now: int) -> None:
         self.line.add(request)
         self.size += 1
         if self._timeout:
-            self._ages[request] = now + self._timeout
-            self.late_at = self.late_at or now + self._timeout
+            until, own = now + self._timeout, request.queue_timeout
+            self._late.add(request, min(until, own) if own and self.policy.allow_timeout_override else until)
+            self.late_at = self._late.earliest()
 
     def remove(self, request: Request) -> bool:
         if not (self.line.remove(request) or self.delayed.remove(request)):
@@ -107,23 +109,22 @@ class _Level:
     def left(self, requests: Sequence[Request]) -> None:
         """They wait here no more."""
         self.size -= len(requests)
-        if self._ages:
+        if len(self._late):
             for request in requests:
-                self._ages.pop(request, None)
-            self.late_at = next(iter(self._ages.values()), 0)
+                self._late.remove(request)
+            self.late_at = self._late.earliest()
 
     def late(self, now: int) -> list[Request]:
         """Take out those that have waited too long; with DELAY they stay, behind the others."""
         late: list[Request] = []
-        while self._ages and next(iter(self._ages.values())) <= now:
-            request = self._ages.popitem(last=False)[0]
+        for request in self._late.passed(now):
             self.line.remove(request)
             if self.policy.timeout_action == "DELAY":
                 self.delayed.add(request)
             else:
                 late.append(request)
         self.left(late)
-        self.late_at = next(iter(self._ages.values()), 0)
+        self.late_at = self._late.earliest()
         return late
 
 
@@ -173,7 +174,7 @@ class DynamicBatcher:
             self._drop(level, now)
         level.add(request, now)
         self._waiting += 1
-        if level.late_at and not self.late_at:
+        if level.late_at and (not self.late_at or level.late_at < self.late_at):
             self._look()
         return None
 

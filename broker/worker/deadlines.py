@@ -1,4 +1,4 @@
-"""When the queued requests of a worker expire. Used by `broker.worker.scheduler`, under its lock."""
+"""When queued requests have waited too long. Used by `broker.worker.scheduler` and `batcher`, under the one lock."""
 
 from __future__ import annotations
 
@@ -26,9 +26,12 @@ class Deadlines:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else 0
 
-    def add(self, request: Request) -> None:
-        """A request that has one is queued."""
-        entry = self._entries[request] = [request.deadline, next(self._order), request]
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, request: Request, at: int) -> None:
+        """It is queued, and waits until `at`."""
+        entry = self._entries[request] = [at, next(self._order), request]
         heapq.heappush(self._heap, entry)
 
     def remove(self, request: Request) -> None:

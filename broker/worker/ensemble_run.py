@@ -197,6 +197,7 @@ class Run:
             prepared.sources[at] = given
         entry = (*client.entry[:4], 0, 0, plan.rows, *client.entry[7:])
         request = Request(self, at, entry, plan, _now())
+        request.deadline = client.deadline  # a `timeout` of Triton's is its member's queue to judge
         request.started = True
         return request
 

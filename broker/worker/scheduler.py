@@ -117,7 +117,7 @@ class Scheduler:
     def _note(self, request: Request) -> None:
         self._requests += 1
         if request.deadline:
-            self._deadlines.add(request)
+            self._deadlines.add(request, request.deadline)
             self._look_at_times()
 
     def _look_at_times(self) -> None:

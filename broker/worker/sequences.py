@@ -101,8 +101,9 @@ class _Sequences:
         line.queue[request] = None
         self._lines[request] = line
         self._waiting += 1
-        if line.slot is None and request.deadline:
-            self._patience[line] = min(request.deadline, self._patience.get(line, request.deadline))
+        until = request.deadline or request.queue_timeout
+        if line.slot is None and until:
+            self._patience[line] = min(until, self._patience.get(line, until))
         if request.flags & SEQUENCE_END:
             line.ended = True
             del self._live[key]

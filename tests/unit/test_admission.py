@@ -6,7 +6,7 @@ import pytest
 
 from shm.admission import Request
 from shm.errors import Code
-from shm.layout import MARK, RING, STARTED, SUBMISSION, TAIL
+from shm.layout import MARK, QUEUE_TIMEOUT, RING, STARTED, SUBMISSION, TAIL
 from shm.worker_channel import WorkerChannel
 from tests.fakes.channel import NOW, PLAN, Pending, Plan, Twin, submit, take
 
@@ -53,6 +53,14 @@ def test_a_deadline_that_has_passed_ends_the_request(client, worker):
 def test_a_deadline_to_come_does_not(client, worker):
     submit(client, deadline_ns=NOW + 1)
     assert len(take(worker)) == 1
+
+
+@pytest.mark.parametrize("timeout", [1, NOW, NOW + 1])
+def test_a_queue_timeout_is_no_deadline(client, worker, timeout):
+    submit(client, deadline_ns=timeout, flags=QUEUE_TIMEOUT)
+    (request,) = take(worker)
+    assert request.deadline == 0
+    assert request.queue_timeout == timeout
 
 
 @pytest.mark.parametrize(

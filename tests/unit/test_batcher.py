@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from broker.repository.config import ModelConfig
-from broker.repository.scheduling import DynamicBatching
+from broker.repository.scheduling import DynamicBatching, QueuePolicy
 from broker.worker.batcher import DynamicBatcher, SingleQueue, queue_for
 
 US = 1000
@@ -25,6 +25,7 @@ class Queued:
     signature: object = A
     channel: object = None
     deadline: int = 0
+    queue_timeout: int = 0
 
 
 def batcher(max_batch_size: int = 8, preferred: tuple[int, ...] = (), delay: int = 0, **config) -> DynamicBatcher:
@@ -340,3 +341,35 @@ def test_everything_comes_out_once_and_in_order(sizes, delay):
     while batch := queue.take(delay * US):
         taken += batch
     assert taken == requests
+
+
+@pytest.mark.parametrize(
+    ("allowed", "timeout", "own", "late"),
+    [
+        (True, 100, 40, 40),
+        (True, 100, 400, 100),  # it may only be shorter
+        (True, 100, 0, 100),
+        (False, 100, 40, 100),
+        (True, 0, 40, 0),  # without a default there is nothing to override, as in Triton
+    ],
+)
+def test_a_requests_own_timeout_counts_where_the_policy_allows_it(allowed, timeout, own, late):
+    policy = QueuePolicy(default_timeout_microseconds=timeout, allow_timeout_override=allowed)
+    queue = batcher(delay=10_000, default_queue_policy=policy)
+    others = fill(queue, Queued(arrival=1))
+    one = Queued(arrival=1, queue_timeout=own and 1 + own * US)
+    fill(queue, one)
+    assert queue.late_at == (1 + late * US if late else 0)
+    assert [request for request, _ in queue.late(late * US)] == []
+    gone = [request for request, _ in queue.late(1 + late * US)]
+    assert (one in gone) == bool(late)
+    assert (others[0] in gone) == (late == timeout > 0)
+
+
+def test_a_timeout_of_its_own_delays_a_request_where_that_is_the_action():
+    policy = QueuePolicy(default_timeout_microseconds=100, allow_timeout_override=True, timeout_action="DELAY")
+    queue = batcher(max_batch_size=1, delay=0, default_queue_policy=policy)
+    hurried, calm = fill(queue, Queued(arrival=1, queue_timeout=1 + 10 * US), Queued(arrival=2))
+    assert queue.late(50 * US) == []
+    assert list(queue.take(50 * US)) == [calm]
+    assert list(queue.take(50 * US)) == [hurried]
