@@ -75,17 +75,33 @@ class Peer:
 
     def reply(self) -> tuple[int, dict[str, str], bytes]:
         """Status, headers in lower case, body. ConnectionError when there is none."""
+        status, headers = self.head()
+        return status, headers, self.take(int(headers.get("content-length", 0)))
+
+    def head(self) -> tuple[int, dict[str, str]]:
+        """Status, and headers in lower case."""
         while b"\r\n\r\n" not in self._buffer:
             self._more()
-        start, _, rest = self._buffer.partition(b"\r\n\r\n")
+        start, _, self._buffer = self._buffer.partition(b"\r\n\r\n")
         first, *lines = start.decode().split("\r\n")
         headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
-        self._buffer = rest
-        length = int(headers.get("content-length", 0))
+        return int(first.split()[1]), headers
+
+    def take(self, length: int) -> bytes:
+        """The next `length` bytes."""
         while len(self._buffer) < length:
             self._more()
-        body, self._buffer = self._buffer[:length], self._buffer[length:]
-        return int(first.split()[1]), headers, body
+        taken, self._buffer = self._buffer[:length], self._buffer[length:]
+        return taken
+
+    def chunk(self) -> bytes:
+        """The next chunk of a body; b"" is its end."""
+        while b"\r\n" not in self._buffer:
+            self._more()
+        size, _, self._buffer = self._buffer.partition(b"\r\n")
+        data = self.take(int(size, 16))
+        assert self.take(2) == b"\r\n"
+        return data
 
     def error(self) -> tuple[int, str]:
         status, headers, body = self.reply()

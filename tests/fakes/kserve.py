@@ -72,6 +72,8 @@ class Scripted:
         if final:
             self._script.clear()
         response = InferResponse("many", "1", self._request.id, [], final=final)
+        if isinstance(item, RuntimeError):
+            raise item
         if isinstance(item, InferError):
             response.error = item
         else:
@@ -102,7 +104,7 @@ class FakeService:
         self.fails: InferError | None = None
         self.gate: asyncio.Event | None = None
         self.cancelled = 0
-        self.script: list[float | str | InferError] = []
+        self.script: list[float | str | Exception] = []
         self.turns: asyncio.Semaphore | None = None
         self.begun: list[str] = []
         self.size = 1
