@@ -105,7 +105,7 @@ class AsyncStream(StaysHere):
     @property
     def final(self) -> bool:
         """Did what came last, a response or an error, say that nothing follows? The end may also come by itself."""
-        return self._source is None or self._source.final
+        return self._closed if self._source is None else self._source.final
 
     @property
     def unread_bytes(self) -> int:
@@ -306,7 +306,7 @@ class AsyncSingle:
     @property
     def final(self) -> bool:
         """See `AsyncSource`."""
-        return True
+        return self._taken
 
     @property
     def unread_bytes(self) -> int:
