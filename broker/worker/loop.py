@@ -101,14 +101,13 @@ class Loop:
     def retire(self, model: LoadedModel) -> None:
         """Close a model once it has nothing left to do."""
         self.scheduler.retire(model)
-        self._ask_for_watch()
+        self.ask_for_watch()
 
     def watch(self, now: int) -> None:
         """The control thread's look after the leader, every 10 ms while there is traffic."""
         self.turn.depose(now, DEPOSE_NS)
         streaming = self.scheduler.look_at_streams()
-        if self.scheduler.retired:
-            self.scheduler.close_retired()
+        self.scheduler.close_retired()
         if not streaming and self._quiet(now):
             self.busy = False
             if not self._quiet(now):  # traffic that came in between saw that somebody looks
@@ -116,15 +115,16 @@ class Loop:
 
     def _quiet(self, now: int) -> bool:
         quiet = all(now - channel.last_traffic > QUIET_NS for channel in self._set.channels.values())
-        return quiet and not self.scheduler.retired and self.scheduler.idle()
+        return quiet and not (self.scheduler.retired or self.scheduler.shrinking) and self.scheduler.idle()
 
-    def _ask_for_watch(self) -> None:
+    def ask_for_watch(self) -> None:
+        """Have the control thread look (`watch`) until all is quiet."""
         self.busy = True
         os.eventfd_write(self._watch_fd, 1)
 
     def _saw_traffic(self) -> None:
         if not self.busy:
-            self._ask_for_watch()
+            self.ask_for_watch()
 
     def wake(self) -> None:
         """Make the leader look again."""

@@ -6,6 +6,7 @@ that runs it touches its statistics block and its buffers.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Sequence
@@ -215,6 +216,7 @@ class LoadedModel:
         "closed",
         "config",
         "copied",
+        "count",
         "ensemble",
         "free",
         "generation",
@@ -224,6 +226,7 @@ class LoadedModel:
         "pins",
         "queue",
         "reshapes",
+        "resting",
         "shares",
         "streams",
         "timed",
@@ -237,6 +240,8 @@ class LoadedModel:
         self.generation = generation
         self.instances: list[Instance] = []
         self.free: list[Instance] = []
+        self.count = instance_count(config.instance_group) or 1  # what it is to have (see `resizing`)
+        self.resting: list[Instance] = []  # those beyond, when they have nothing to do any more
         self.queue: Queue = queue_for(config, instance_count(config.instance_group))
         self.closed: Verdict | None = None
         batching = config.dynamic_batching
@@ -307,6 +312,20 @@ class LoadedModel:
                 self.instances.append(instance)
                 warm_up(self.config, instance.runtime, self.shape)
         self.free = list(self.instances)
+
+    def free_again(self, instance: Instance) -> None:
+        """It has run. Caller: the scheduler, with its lock."""
+        (self.free if instance.index < self.count else self.resting).append(instance)
+
+    def surplus(self) -> list[Instance]:
+        """Take out the instances that are too many and have nothing to do. Caller: the scheduler, with its lock."""
+        gone, self.resting = self.resting, []
+        for instance in [each for each in self.instances if each.index >= self.count and each not in gone]:
+            with contextlib.suppress(ValueError):  # it runs; the inline path takes and returns without the lock
+                self.free.remove(instance)
+                gone.append(instance)
+        self.instances = [instance for instance in self.instances if instance not in gone]
+        return gone
 
     def load_ensemble(self, block: memoryview) -> None:
         """What stands for the instances of an ensemble, which has none: statistics. Its steps run on members."""

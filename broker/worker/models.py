@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import final
 
 from broker.repository.scheduling import Step
-from broker.worker import backends
+from broker.worker import backends, resizing
 from broker.worker.answers import Streams
 from broker.worker.cache import ResponseCache
 from broker.worker.cached import Cached
@@ -52,6 +52,12 @@ class ModelTable:
     def load(self, message: LoadInstances, blocks: list[memoryview]) -> LoadedModel:
         """Load all instances; the model serves nobody before `publish`. Raises what the backend raises."""
         config = message.config.with_data()
+        with self.lock:
+            old = self._versions.get(config.name, {}).get(message.version)
+        if old is not None and resizing.possible(old, config):
+            resizing.resize(old, config, blocks, self._loop)
+            old.generation = message.generation
+            return old
         model = LoadedModel(config, message.version, message.generation)
         directory = config.versions.get(message.version)
         if directory is None:
@@ -87,7 +93,7 @@ class ModelTable:
             if plan.model_name == model.name:
                 self._settle(plan)
         self._forget(plans)
-        if old is not None:
+        if old is not None and old is not model:
             self._loop.retire(old)
 
     def unload(self, name: str, version: int, plans: Plans) -> None:

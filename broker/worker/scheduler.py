@@ -77,6 +77,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._requests = 0  # queued and running, those that the leader ran at once not counted
         self.retired: list[LoadedModel] = []  # unloaded or replaced, still at work
+        self.shrinking: list[LoadedModel] = []  # those that have more instances than they are to have
         self.limiter: RateLimiter | None = None
         self._held: set[LoadedModel] = set()  # those whose next batch the limiter does not let run yet
         self._turn = turn
@@ -276,7 +277,7 @@ class Scheduler:
                 instance.model.queue.done(instance.index, batch.rows)
                 if instance.model.claims and self.limiter is not None:
                     self.limiter.end(instance.model.claims[instance.index])
-            instance.model.free.append(instance)
+            instance.model.free_again(instance)
             self.running -= 1
             self._requests -= len(batch.requests)
             if batch.alone:
@@ -347,13 +348,38 @@ class Scheduler:
             some.look()
         return any(streams)
 
-    def close_retired(self) -> None:
-        """Close the retired models that have nothing left to do."""
+    def reserve(self, model: LoadedModel, count: int) -> tuple[list[int], int]:
+        """It is to have `count` instances: the indexes of those it lacks, and how many it was to have until now."""
         with self.lock:
+            before, model.count = model.count, max(model.count, count)
+            there = {instance.index for instance in model.instances}
+            return [index for index in range(count) if index not in there], before
+
+    def resize(self, model: LoadedModel, added: Sequence[Instance], count: int) -> None:
+        """These are new, and those from index `count` on go, each when it has nothing to do (`close_retired`)."""
+        with self.lock:
+            model.instances += added
+            model.count = count
+            resting, model.resting = model.resting, []
+            for instance in (*added, *resting):
+                model.free_again(instance)
+            if len(model.instances) > count and model not in self.shrinking:
+                self.shrinking.append(model)
+
+    def close_retired(self) -> None:
+        """Close the retired models that have nothing left to do, and instances that are too many."""
+        if not (self.retired or self.shrinking):
+            return
+        with self.lock:
+            surplus = [instance for model in self.shrinking for instance in model.surplus()]
+            self.shrinking = [model for model in self.shrinking if len(model.instances) > model.count]
             wanted = [request.plan.model for request in self.suspects]  # type: ignore[union-attr]
             done = [m for m in self.retired if not (len(m.queue) or m.pins) and m not in wanted and _claim(m)]
             self.retired = [m for m in self.retired if m not in done]
             self.timed = [m for m in self.timed if m not in done]
+        for instance in surplus:
+            instance.flush()
+            instance.close()
         for model in done:
             self.forget(model)
             model.close()

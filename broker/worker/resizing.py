@@ -1,0 +1,91 @@
+"""A reload that changes nothing but how many instances a model has: it goes on, with more of them or with fewer.
+
+Called by `broker.worker.models` when a version is loaded that is loaded already. As in Triton, instances that both
+configurations have are neither dropped nor made again, and what is queued stays queued. Everything else about the model
+must be the same, its files included, and its queue must not depend on how many instances there are, as one of sequences
+does.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from broker.repository.config import InstanceGroup, ModelConfig
+from broker.worker import backends
+from broker.worker.model import Instance, LoadedModel, instance_count
+from broker.worker.warm_up import warm_up
+
+if TYPE_CHECKING:
+    from broker.worker.loop import Loop
+
+
+def possible(model: LoadedModel, config: ModelConfig) -> bool:
+    """Is `config` that of the loaded model with another number of instances? It must have been made from its files."""
+    old = model.config
+    batching = config.dynamic_batching
+    if config.sequence_batching or config.ensemble or config.decoupled or model.claims:
+        return False
+    if batching is not None and batching.preserve_ordering:
+        return False
+    if instance_count(old.instance_group) == instance_count(config.instance_group):
+        return False
+    kind = _kind(config)
+    return (
+        kind is not None and kind == _kind(old) and _rest(old) == _rest(config) and _has_one_file(config, model.version)
+    )
+
+
+def resize(model: LoadedModel, config: ModelConfig, blocks: list[memoryview], loop: Loop) -> None:
+    """Load what is missing, then let what is too much go when it has nothing to do.
+
+    Raises what a backend raises; the model is as it was then.
+    """
+    count, scheduler = instance_count(config.instance_group), loop.scheduler
+    names = _names(config)
+    added: list[Instance] = []
+    missing, before = scheduler.reserve(model, count)
+    try:
+        for index in missing:
+            group, name = names[index]
+            directory = config.versions[model.version]
+            context = backends.Context(config, model.version, directory, group, name)
+            runtime = backends.load_instance(backends.find(config), context)
+            added.append(Instance(model, name, runtime, blocks[index], index))
+            warm_up(config, runtime, model.shape)
+    except BaseException:
+        for instance in added:
+            instance.close()
+        scheduler.resize(model, (), before)
+        raise
+    model.config = config
+    scheduler.resize(model, added, count)
+    loop.ask_for_watch()  # which ends with the last instance that is too much
+
+
+def _rest(config: ModelConfig) -> ModelConfig:
+    return replace(config, instance_group=(), json="", notes=(), origins={}, explanation="")
+
+
+def _kind(config: ModelConfig) -> InstanceGroup | None:
+    """What its instances are, if they are all alike. Names and groups are not part of it, as in Triton."""
+    kinds = [replace(group, name="", count=1) for group in config.instance_group if group.count]
+    return kinds[0] if kinds and kinds.count(kinds[0]) == len(kinds) else None
+
+
+def _names(config: ModelConfig) -> list[tuple[InstanceGroup, str]]:
+    return [(group, f"{group.name}_{number}") for group in config.instance_group for number in range(group.count)]
+
+
+def _has_one_file(config: ModelConfig, version: int) -> bool:
+    """Code of the model's own, or weights beside the file, may have changed unseen."""
+    if os.path.exists(os.path.join(config.directory, "backend.py")):
+        return False
+    directory = config.versions[version]
+    names = [config.default_model_filename] if version in config.stamps else []
+    try:
+        return os.listdir(directory) == names
+    except OSError:
+        return False
