@@ -74,7 +74,7 @@ def test_a_backend_that_is_not_there(tmp_path):
     assert raised.value.code == "INVALID_ARG"
     assert raised.value.message == (
         "unable to find backend library for backend 'tensorrt_llm' of model 'm'; installed: ['dyna_sequence',"
-        " 'identity', 'implicit_state', 'onnxruntime', 'sequence']"
+        " 'identity', 'implicit_state', 'onnxruntime', 'repeat', 'sequence', 'square']"
     )
 
 
