@@ -17,7 +17,7 @@ from broker.worker_process import ProcessDied, WorkerProcess
 from shm.errors import Code, InferError
 
 ANSWER_S = 30.0  # for a worker, or its replacement, to acknowledge
-LOADS = 4  # at a time in one worker (Triton's --model-load-thread-count)
+LOADS = 4  # at a time in one worker, unless --model-load-thread-count says otherwise
 REPLAYED = 64  # acknowledgements outstanding during a replay
 STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 
@@ -44,7 +44,7 @@ class Wanted:
 class DesiredState:
     """Models, regions, plans and channels of one worker; `process` is the current one, `up` is set once it has all.
 
-    `on_lost` is told of what a replacement refused although a predecessor had it.
+    `on_lost` is told of what a replacement refused although a predecessor had it. `loads`: at a time.
     """
 
     __slots__ = (
@@ -64,7 +64,11 @@ class DesiredState:
     )
 
     def __init__(
-        self, deaths: LoadDeaths, on_lost: Callable[[LinkMessage, str], None], describe: Callable[[], str]
+        self,
+        deaths: LoadDeaths,
+        on_lost: Callable[[LinkMessage, str], None],
+        describe: Callable[[], str],
+        loads: int = LOADS,
     ) -> None:
         self.process: WorkerProcess | None = None
         self.up = asyncio.Event()
@@ -77,7 +81,7 @@ class DesiredState:
         self.deaths = deaths
         self._on_lost = on_lost
         self._describe = describe
-        self._slots = asyncio.Semaphore(LOADS)
+        self._slots = asyncio.Semaphore(loads)
         self._alone = asyncio.Lock()
 
     async def have(

@@ -47,7 +47,6 @@ from shm.errors import Code, InferError
 
 LOAD_S = 600.0  # for a worker, or its replacements, to load a model; for a replacement to load all
 REST_S = 60.0  # for a replacement to take over regions, plans and channels
-
 _log = logging.getLogger(__name__)
 
 
@@ -56,6 +55,7 @@ class Owner(Protocol):
 
     blocks: StatisticsBlocks
     model_load_deaths: int
+    model_loads: int
     ping_every_s: float
     ping_limit_s: float
     plans: PlanBook | None
@@ -108,7 +108,7 @@ class Worker:
         self._owner = owner
         self._zygote = zygote
         self._block = owner.blocks.take((key, 0), 1)[0]
-        self._state = DesiredState(LoadDeaths(owner.model_load_deaths), self._lost, self._describe)
+        self._state = DesiredState(LoadDeaths(owner.model_load_deaths), self._lost, self._describe, owner.model_loads)
         self._records: dict[int, ChannelRecord] = {}
         self._uses = RegionUses()
         self._life = 0

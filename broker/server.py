@@ -67,8 +67,7 @@ class Server:
         version = distribution_version("tensorbroker")
         epoch = secrets.token_hex(8)
         blocks = StatisticsBlocks(StatisticsPage.create())
-        deaths, cache, limits = options.model_load_deaths, options.cache_byte_size, options.rate_limit
-        self._workers = Workers(blocks, model_load_deaths=deaths, cache_byte_size=cache, rate_limit=limits)
+        self._workers = _workers(options, blocks)
         self._models = Models(
             self._workers,
             LoadRequest(
@@ -273,6 +272,16 @@ class Server:
             )
             log.error("session %d is hung up: %s", entry.session, reason)
             session.hang_up(reason)
+
+
+def _workers(options: Options, blocks: StatisticsBlocks) -> Workers:
+    return Workers(
+        blocks,
+        model_load_deaths=options.model_load_deaths,
+        model_loads=options.model_load_threads,
+        cache_byte_size=options.cache_byte_size,
+        rate_limit=options.rate_limit,
+    )
 
 
 def _quota(options: Options) -> Quota:

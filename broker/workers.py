@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import final
 
 from broker.coroner import PlanBook
-from broker.desired_state import STOPPING
+from broker.desired_state import LOADS, STOPPING
 from broker.logical_worker import Worker
 from broker.repository.scheduling import Allowance
 from broker.statistics_blocks import StatisticsBlocks
@@ -52,6 +52,7 @@ class Workers:
         "blocks",
         "cache_byte_size",
         "model_load_deaths",
+        "model_loads",
         "on_channel_broken",
         "on_model_lost",
         "on_region_shrunk",
@@ -66,18 +67,20 @@ class Workers:
         blocks: StatisticsBlocks,
         *,
         model_load_deaths: int = 5,
+        model_loads: int = LOADS,
         cache_byte_size: int = 0,
         rate_limit: tuple[Allowance, ...] | None = None,
         entry: str = WORKER_ENTRY,
         ping_every_s: float = PING_EVERY_S,
         ping_limit_s: float = PING_LIMIT_S,
     ) -> None:
-        """`cache_byte_size`: of each worker's response cache (0: none). `rate_limit`: what there is of each resource,
-        per worker (None: no rate limiter). `entry`: the module whose `main(link)` is a worker's life.
-        `ping_limit_s`: of silence, then it is killed.
+        """`model_loads`: at a time in one worker. `cache_byte_size`: of each worker's response cache (0: none).
+        `rate_limit`: what there is of each resource, per worker (None: no rate limiter). `entry`: the module whose
+        `main(link)` is a worker's life. `ping_limit_s`: of silence, then it is killed.
         """
         self.blocks = blocks
         self.model_load_deaths = model_load_deaths
+        self.model_loads = model_loads
         self.cache_byte_size = cache_byte_size
         self.rate_limit = rate_limit
         self.ping_every_s = ping_every_s
