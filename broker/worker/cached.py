@@ -108,7 +108,7 @@ def _give(plan: Plan, request: Request, response: Response) -> bool:
     note: list[int] = []
     for tensor in plan.outputs:
         output = known[tensor.name]
-        if len(output.data) > tensor.place.byte_size:
+        if not (tensor.open and tensor.make_room(len(output.data))) and len(output.data) > tensor.place.byte_size:
             return False
         if tensor.open:
             note.extend((len(output.shape), *output.shape))

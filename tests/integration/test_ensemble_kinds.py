@@ -1,0 +1,316 @@
+"""Ensembles of every kind of member in a real broker: nested, reshaped, strings, sequences, unknown shapes, versions.
+
+Also what a request can meet on its way: a cancel or a deadline while a step waits, and answers that are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import tritonclient.grpc as triton
+from onnx import TensorProto, helper
+
+import clientlib
+from shm.errors import InferError
+from tests.fakes import models
+from tests.fakes.broker import eventually
+from tests.fakes.gateways import Gateway
+
+pytestmark = pytest.mark.timeout(120)
+DELAY_S = 0.4
+
+
+def tensors(kind: str, *described: str) -> str:
+    """`name TYPE dims [more]` each."""
+    found = []
+    for each in described:
+        name, datatype, dims, *more = each.split(maxsplit=3)
+        found.append(f'{kind} {{ name: "{name}" data_type: TYPE_{datatype} dims: [ {dims} ] {" ".join(more)} }}')
+    return "\n".join(found)
+
+
+def step(model: str, inputs: str, outputs: str, version: int = -1) -> str:
+    """Maps as `member=ensemble`, blanks between."""
+
+    def maps(kind: str, text: str) -> str:
+        pairs = (pair.split("=") for pair in text.split())
+        return " ".join(f'{kind} {{ key: "{own}" value: "{tensor}" }}' for own, tensor in pairs)
+
+    head = f'model_name: "{model}" model_version: {version}'
+    return f"{{ {head} {maps('input_map', inputs)} {maps('output_map', outputs)} }}"
+
+
+def ensemble(root: Path, name: str, inputs: list[str], outputs: list[str], *steps: str, batch: int = 4, more: str = ""):
+    models.write_model(
+        root,
+        name,
+        config=f"""platform: "ensemble" max_batch_size: {batch}
+{tensors("input", *inputs)}
+{tensors("output", *outputs)}
+ensemble_scheduling {{ step [ {", ".join(steps)} ] {more} }}
+""",
+    )
+
+
+def member(root: Path, name: str, inputs: list[str], outputs: list[str], more: str, batch: int = 4) -> None:
+    """Of a built-in backend, which `more` names."""
+    text = f"max_batch_size: {batch}\n{tensors('input', *inputs)}\n{tensors('output', *outputs)}\n{more}\n"
+    models.write_model(root, name, config=text)
+
+
+def plus(number: float) -> onnx.ModelProto:
+    nodes = [helper.make_node("Add", ["x", "by"], ["y"])]
+    shape = ["batch", 4]
+    by = {"by": np.full(1, number, np.float32)}
+    return models.build(nodes, [models.tensor("x", shape)], [models.tensor("y", shape)], by)
+
+
+def doubled_square() -> onnx.ModelProto:
+    """y = 2 x on [batch, 2, 2]."""
+    nodes = [helper.make_node("Add", ["x", "x"], ["y"])]
+    shape = ["batch", 2, 2]
+    return models.build(nodes, [models.tensor("x", shape)], [models.tensor("y", shape)])
+
+
+CONTROLS = """backend: "sequence"
+sequence_batching { direct { } control_input [
+  { name: "START" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } },
+  { name: "READY" control { kind: CONTROL_SEQUENCE_READY int32_false_true: [ 0, 1 ] } } ] }"""
+IDENTITY = 'backend: "identity"'
+SLOW = f'{IDENTITY} parameters {{ key: "execute_delay_ms" value {{ string_value: "{DELAY_S * 1000:.0f}" }} }}'
+KEPT = "response_cache { enable: true }"
+
+
+def write_members(root: Path) -> None:
+    models.write_model(root, "add1", models.add1(), config=tensors("input", "x FP32 4") + tensors("output", "y FP32 4"))
+    for version in (1, 2):
+        models.write_model(
+            root, "versions", plus(version), version=version, config="version_policy: { all { } } max_batch_size: 4"
+        )
+    models.write_model(
+        root,
+        "square",
+        doubled_square(),
+        config="max_batch_size: 4\n"
+        + tensors("input", "x FP32 4 reshape { shape: [ 2, 2 ] }")
+        + tensors("output", "y FP32 4 reshape { shape: [ 2, 2 ] }"),
+    )
+    models.write_model(root, "text", models.identity(TensorProto.STRING), config="max_batch_size: 4")
+    models.write_model(root, "nonzero", models.nonzero(), config=models.NONZERO_CONFIG)
+    models.write_model(root, "gather", models.gather(), config="max_batch_size: 0")
+    member(root, "echo", ["INPUT0 INT64 -1"], ["OUTPUT0 INT64 -1"], IDENTITY, batch=0)
+    member(root, "ints", ["INPUT0 INT32 1"], ["OUTPUT0 INT32 1"], IDENTITY)
+    member(root, "sums", ["INPUT INT32 1"], ["OUTPUT INT32 1"], CONTROLS)
+    pair = ["INPUT0 FP32 4", "INPUT1 FP32 4 optional: true"]
+    member(root, "optional", pair, ["OUTPUT0 FP32 4", "OUTPUT1 FP32 -1"], IDENTITY)
+    member(root, "slow", ["INPUT0 FP32 4"], ["OUTPUT0 FP32 4"], SLOW)
+    models.write_model(root, "kept", models.add1(), config=f"max_batch_size: 4 {KEPT}")
+
+
+def write_ensembles(root: Path) -> None:
+    x, y, fp32 = "x=IN", "y=OUT", (["IN FP32 4"], ["OUT FP32 4"])
+    ensemble(root, "inner", *fp32, step("add1", x, "y=mid"), step("square", "x=mid", y))
+    ensemble(root, "outer", *fp32, step("inner", "IN=IN", "OUT=mid"), step("inner", "IN=mid", "OUT=OUT"))
+    ensemble(root, "pinned", *fp32, step("versions", x, "y=mid", 1), step("versions", "x=mid", y, 2))
+    ensemble(root, "reshaped", *fp32, step("square", x, "y=mid"), step("add1", "x=mid", y))
+    ensemble(root, "texts", ["IN STRING -1"], ["OUT STRING -1"], step("text", x, "y=mid"), step("text", "x=mid", y))
+    steps = (step("nonzero", "x=IN", "y=where"), step("gather", "index=where", "y=OUT"))
+    ensemble(root, "unknown", ["IN FP32 -1"], ["where INT64 1,-1", "OUT FP32 1,-1,4"], *steps, batch=0)
+    steps = (step("ints", "INPUT0=IN", "OUTPUT0=mid"), step("sums", "INPUT=mid", "OUTPUT=OUT"))
+    ensemble(root, "stateful", ["IN INT32 1"], ["OUT INT32 1"], *steps)
+    one = step("optional", "INPUT0=IN INPUT1=MORE", "OUTPUT0=mid OUTPUT1=SECOND")
+    inputs = ["IN FP32 4", "MORE FP32 4 optional: true"]
+    ensemble(root, "options", inputs, ["OUT FP32 4", "SECOND FP32 -1"], one, step("add1", "x=mid", y))
+    slow = [step("slow", "INPUT0=IN", "OUTPUT0=mid"), step("add1", "x=mid", y)]
+    ensemble(root, "slowly", *fp32, *slow)
+    ensemble(root, "slower", *fp32, step("slowly", "IN=IN", "OUT=OUT"))
+    ensemble(root, "gated", *fp32, *slow, more="max_inflight_requests: 1")
+    ensemble(root, "over_kept", *fp32, step("kept", x, "y=mid"), step("add1", "x=mid", y))
+    ensemble(root, "kept_whole", *fp32, step("add1", x, "y=mid"), step("add1", "x=mid", y))
+    with open(root / "kept_whole" / "config.pbtxt", "a") as file:
+        file.write(KEPT)
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    root = tmp_path_factory.mktemp("repository")
+    write_members(root)
+    write_ensembles(root)
+    with Gateway(root, tmp_path_factory.mktemp("run"), "--cache-config=local,size=1000000") as broker:
+        yield broker.ready()
+
+
+@pytest.fixture
+def client(broker: Gateway) -> Iterator[clientlib.Client]:
+    with clientlib.connect(f"ipc://{broker.directory}") as client:
+        yield client
+
+
+def rows(count: int = 1, start: float = 0) -> np.ndarray:
+    return np.arange(start, start + 4 * count, dtype=np.float32).reshape(count, 4)
+
+
+# --- kinds of members ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("outer", lambda x: 2 * (2 * (x + 1) + 1)),
+        ("pinned", lambda x: x + 3),
+        ("reshaped", lambda x: 2 * x + 1),
+    ],
+)
+def test_floats_through(client, name, expected):
+    for count in (1, 3, 4):
+        x = rows(count, 7)
+        assert np.array_equal(client.infer(name, {"IN": x}, timeout=30)["OUT"], expected(x))
+
+
+def test_strings_of_any_length(client):
+    for texts in (["a", "bb"], ["", "a longer one" * 30], ["ü"]):
+        x = np.array([[text.encode() for text in texts]], object)
+        found = client.infer("texts", {"IN": x}, timeout=30)["OUT"]
+        assert found.tolist() == x.tolist()
+
+
+def test_shapes_that_only_a_run_tells(client):
+    for values in ([0, 1, 1, 0, 1], [1], [1] * 50, [0, 1]):
+        x = np.array(values, np.float32)
+        found = client.infer("unknown", {"IN": x}, timeout=30)
+        where = np.flatnonzero(x)
+        assert found["where"].tolist() == [where.tolist()]
+        assert found["OUT"].tolist() == [[[float(at)] * 4 for at in where]]
+
+
+def test_nothing_found_is_an_answer_too(client):
+    found = client.infer("unknown", {"IN": np.zeros(3, np.float32)}, timeout=30)
+    assert (found["where"].shape, found["OUT"].shape) == ((1, 0), (1, 0, 4))
+
+
+def test_sequences_go_through_to_their_member(broker):
+    url = f"127.0.0.1:{broker.ports['grpc']}"
+    with triton.InferenceServerClient(url) as client:
+
+        def ask(number: int | str, value: int, **ends: bool) -> int:
+            given = triton.InferInput("IN", [1, 1], "INT32")
+            given.set_data_from_numpy(np.array([[value]], np.int32))
+            result = client.infer("stateful", [given], sequence_id=number, client_timeout=30, **ends)
+            return int(result.as_numpy("OUT")[0, 0])
+
+        ids: list[int | str] = [7, 8, "nine"]
+        assert [ask(each, 10 * at, sequence_start=True) for at, each in enumerate(ids)] == [0, 10, 20]
+        assert [ask(each, 1) for each in ids] == [1, 11, 21]
+        assert [ask(each, 2, sequence_end=True) for each in ids] == [3, 13, 23]
+        with pytest.raises(Exception, match=r"in ensemble 'stateful', .*'sums' must specify the START flag"):
+            ask(7, 1)
+
+
+def test_an_optional_input_may_be_left_out(client):
+    x = rows()
+    both = client.infer("options", {"IN": x, "MORE": x + 50}, timeout=30)
+    assert np.array_equal(both["OUT"], x + 1)
+    assert np.array_equal(both["SECOND"], x + 50)
+    one = client.infer("options", {"IN": x}, outputs=["OUT"], timeout=30)
+    assert np.array_equal(one["OUT"], x + 1)
+
+
+def test_an_error_names_step_model_and_tensor(client):
+    with pytest.raises(InferError) as caught:
+        client.infer("unknown", {"IN": np.ones(100, np.float32)}, timeout=30)  # only 64 rows can be gathered
+    assert caught.value.message.startswith("in ensemble 'unknown', ")
+    assert caught.value.message.endswith("(step 1: model 'gather' on 'index' = 'where' [1,100])")
+    assert client.infer("unknown", {"IN": np.ones(1, np.float32)}, timeout=30)["where"].tolist() == [[0]]
+
+
+# --- on the way ---------------------------------------------------------------------------------------------------
+
+
+def executions(client: clientlib.Client, model: str) -> int:
+    return sum(int(row["execution_count"]) for row in client.statistics(model))
+
+
+@pytest.mark.parametrize("name", ["slowly", "slower", "gated"])
+def test_a_cancel_takes_back_the_step_that_waits(client, name):
+    before = executions(client, "slow")
+    x = client.create_region(f"{name}-x", 4096).tensor((1, 4), "FP32")
+    plan = client.prepare(name, {"IN": x})
+    first, second, third = (plan.submit() for _ in range(3))
+    began = time.monotonic()
+    third.cancel()
+    with pytest.raises(InferError) as caught:
+        third.result(30)
+    took = time.monotonic() - began
+    assert caught.value.code == "CANCELLED"
+    assert not second.done()
+    assert took < 30
+    for request in (first, second):
+        assert np.array_equal(request.result(30)["OUT"], np.ones((1, 4), np.float32))
+    eventually(lambda: executions(client, "slow") == before + 2, "only two have run")
+    assert executions(client, "slow") == before + 2
+
+
+def test_a_deadline_ends_the_step_that_waits(client):
+    before = executions(client, "slow")
+    x = client.create_region("deadline-x", 4096).tensor((1, 4), "FP32")
+    plan = client.prepare("slowly", {"IN": x})
+    first = plan.submit()
+    with pytest.raises(InferError, match="Request timeout expired"):
+        plan.infer(timeout=DELAY_S / 4)
+    first.result(30)
+    assert plan.infer(timeout=30)["OUT"].tolist() == [[1] * 4]
+    assert executions(client, "slow") == before + 2
+
+
+def test_a_client_that_goes_leaves_nothing_behind(broker, client):
+    before = executions(client, "slow")
+    gone = clientlib.connect(f"ipc://{broker.directory}")
+    plan = gone.prepare("slowly", {"IN": gone.create_region("gone-x", 4096).tensor((1, 4), "FP32")})
+    for _ in range(4):
+        plan.submit()
+    eventually(lambda: any(row["pending"] for row in broker.status()["models"] if row["name"] == "slowly"), "they came")
+    gone.close()
+    assert client.infer("slowly", {"IN": rows()}, timeout=30)["OUT"].tolist() == [[1, 2, 3, 4]]
+    assert executions(client, "slow") < before + 4
+
+
+def test_no_more_than_one_at_each_step(client):
+    answers: list[Any] = []
+
+    def ask(at: int) -> None:
+        answers.append((at, client.infer("gated", {"IN": rows(1, at)}, timeout=30)["OUT"]))
+
+    threads = [threading.Thread(target=ask, args=(at,)) for at in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(answers) == 3
+    assert all(np.array_equal(found, rows(1, at) + 1) for at, found in answers)
+
+
+def inference_stats(broker: Gateway, model: str) -> dict[str, Any]:
+    status, body = broker.get(f"/v2/models/{model}/stats")
+    assert status == 200
+    found: dict[str, Any] = json.loads(body)["model_stats"][0]
+    return {"executions": found["execution_count"], **{k: v["count"] for k, v in found["inference_stats"].items()}}
+
+
+@pytest.mark.parametrize(("name", "kept", "runs"), [("over_kept", "kept", 2), ("kept_whole", "kept_whole", 1)])
+def test_answers_of_members_and_of_ensembles_are_kept(broker, client, name, kept, runs):
+    x = rows(2, 11)
+    for _ in range(2):
+        assert np.array_equal(client.infer(name, {"IN": x}, timeout=30)["OUT"], x + 2)
+    eventually(lambda: inference_stats(broker, kept)["cache_hit"] == 1, "the second is a hit")
+    found = inference_stats(broker, kept)
+    assert (found["cache_miss"], found["executions"], found["success"]) == (1, 1, 2)
+    assert inference_stats(broker, name)["executions"] == runs
+    assert np.array_equal(client.infer(name, {"IN": x + 1}, timeout=30)["OUT"], x + 3)
