@@ -27,7 +27,14 @@ from clientlib.process import StaysHere
 from clientlib.recipe import Recipe
 from clientlib.results import InferResult
 from clientlib.streams import only_streams
-from clientlib.submission import NOT_CARRIED, Options, check_all, check_options, deadline_ns_of, remaining_s
+from clientlib.submission import (
+    NOT_CARRIED,
+    AnyOptions,
+    check_all,
+    check_options,
+    deadline_ns_of,
+    remaining_s,
+)
 from shm.errors import Code, InferError
 
 if TYPE_CHECKING:
@@ -99,12 +106,14 @@ class AsyncPlan(StaysHere):
         deadline_ns: int,
         priority: int,
         sequence: tuple[int, bool, bool] = (0, False, False),
+        queue_timeout_ns: int = 0,
     ) -> InferResult:
         """Copy `values` into a place of the client's own and run. For plans that `AsyncClient.infer` makes.
 
-        `sequence`: its id, and whether this is its start and its end.
+        `sequence`: its id, and whether this is its start and its end. `queue_timeout_ns`: CLOCK_MONOTONIC; in place of
+        a deadline, what the model's queue makes of Triton's `timeout`.
         """
-        options = (0, priority, *sequence)
+        options = (0, priority, *sequence, queue_timeout_ns)
         try:
             return await (await self._start(deadline_ns, 0, None, options, values)).finish()
         except RoomNeeded as needed:
@@ -134,9 +143,10 @@ class AsyncPlan(StaysHere):
         deadline_ns: int,
         priority: int,
         sequence: tuple[int, bool, bool] = (0, False, False),
+        queue_timeout_ns: int = 0,
     ) -> AsyncStream:
         """As `infer_arrays`, with any number of responses. `values` are copied when the stream is first awaited."""
-        return self._stream(deadline_ns, 0, (0, priority, *sequence), values)
+        return self._stream(deadline_ns, 0, (0, priority, *sequence, queue_timeout_ns), values)
 
     async def release(self) -> None:
         """Let go, at the broker too, of what the plan holds. As `Plan.release`."""
@@ -177,7 +187,11 @@ class AsyncPlan(StaysHere):
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _stream(
-        self, deadline_ns: int, input_slot: int, options: Options, values: Sequence[npt.NDArray[Any]] = ()
+        self,
+        deadline_ns: int,
+        input_slot: int,
+        options: AnyOptions,
+        values: Sequence[npt.NDArray[Any]] = (),
     ) -> AsyncStream:
         async def begin() -> AsyncSource:
             try:
@@ -192,7 +206,11 @@ class AsyncPlan(StaysHere):
         return AsyncStream(begin, again)
 
     async def source(
-        self, deadline_ns: int, input_slot: int, options: Options, values: Sequence[npt.NDArray[Any]] = ()
+        self,
+        deadline_ns: int,
+        input_slot: int,
+        options: AnyOptions,
+        values: Sequence[npt.NDArray[Any]] = (),
     ) -> AsyncSource:
         """Send the request of a stream. `values`: as for `infer_arrays`."""
         bound = self._bound or self._streaming or await self._bind_any(deadline_ns)
@@ -217,7 +235,7 @@ class AsyncPlan(StaysHere):
         error: InferError,
         deadline_ns: int,
         input_slot: int,
-        options: Options,
+        options: AnyOptions,
         values: Sequence[npt.NDArray[Any]] = (),
     ) -> AsyncSource | None:
         """The same once more, with more room, if `error` says that this was missing."""
@@ -253,7 +271,7 @@ class AsyncPlan(StaysHere):
         deadline_ns: int,
         input_slot: int,
         output_slot: int | None,
-        options: tuple[int, int, int, bool, bool],
+        options: AnyOptions,
         values: Sequence[npt.NDArray[Any]] = (),
     ) -> AsyncPending:
         bound = self._bound or await self._bind(deadline_ns)
@@ -274,8 +292,9 @@ class AsyncPlan(StaysHere):
             output_slot = 0
         if not (0 <= input_slot < bound.input_positions and 0 <= output_slot < bound.output_positions):
             raise outside(bound, input_slot, output_slot)
+        until = deadline_ns if len(options) == 5 else options[5] or deadline_ns
         pending = AsyncPending(
-            self, bound, input_slot, output_slot, options[0], deadline_ns, options[1], flags, options[2], lease
+            self, bound, input_slot, output_slot, options[0], until, options[1], flags, options[2], lease
         )
         if lease is not None and values:
             pending.copied = bound.layout.write(lease.place, values)

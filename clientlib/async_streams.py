@@ -21,7 +21,7 @@ from clientlib.process import StaysHere
 from clientlib.responses import Assembler, Inbox
 from clientlib.results import InferResult
 from clientlib.streams import Stream, expired, note_outgrown
-from clientlib.submission import CARRIED, Options, check_options
+from clientlib.submission import CARRIED, AnyOptions, check_options
 from shm.errors import Code, InferError
 from shm.layout import FINAL
 
@@ -180,7 +180,7 @@ class AsyncInflow:
         plan: AsyncPlan,
         bound: Bound[AsyncLane],
         input_slot: int,
-        options: Options,
+        options: AnyOptions,
         deadline_ns: int,
         lease: Lease | None,
         values: Sequence[npt.NDArray[Any]],
@@ -195,7 +195,8 @@ class AsyncInflow:
         self.output_slot = 0 if lease is None or not layout.owns_outputs else lease.place
         if not (0 <= self.input_slot < bound.input_positions and self.output_slot < bound.output_positions):
             raise outside(bound, self.input_slot, self.output_slot)
-        self._arguments = (self.input_slot, self.output_slot, rows, deadline_ns, 0, priority, flags, sequence_id)
+        until = deadline_ns if len(options) == 5 else options[5] or deadline_ns
+        self._arguments = (self.input_slot, self.output_slot, rows, until, 0, priority, flags, sequence_id)
         self._deadline_ns = deadline_ns
         self._lease = lease
         self._ended = False

@@ -10,12 +10,13 @@ import time
 
 from clientlib.arguments import FOREVER_S, seconds, whole
 from shm.errors import Code, InferError
-from shm.layout import SEQUENCE_END, SEQUENCE_START
+from shm.layout import QUEUE_TIMEOUT, SEQUENCE_END, SEQUENCE_START
 from shm.messages import MAX_POSITIONS
 
 _now_ns = time.monotonic_ns
 NOT_CARRIED = (TypeError, ValueError, struct.error)  # what an argument of the wrong kind raises on its way
 Options = tuple[int, int, int, bool, bool]  # rows, priority, sequence_id, sequence_start, sequence_end
+AnyOptions = Options | tuple[int, int, int, bool, bool, int]  # and in place of a deadline Triton's `timeout`
 CARRIED = struct.Struct("=HHIHQ")  # input slot, output slot, rows, priority, sequence id: as `shm.layout.SUBMISSION`
 MAX_PRIORITY = 2**16 - 1
 MAX_SEQUENCE_ID = 2**64 - 1
@@ -32,14 +33,18 @@ def remaining_s(deadline_ns: int) -> float | None:
     return (deadline_ns - _now_ns()) * 1e-9 if deadline_ns else None
 
 
-def check_options(rows: int, priority: int, sequence_id: int, start: bool, end: bool) -> int:
-    """The flags of a submission. Raises InferError for numbers that a submission cannot carry."""
+def check_options(rows: int, priority: int, sequence_id: int, start: int, end: int, queue_timeout_ns: int = 0) -> int:
+    """The flags of a submission. Raises InferError for numbers that a submission cannot carry.
+
+    `queue_timeout_ns`: in place of a deadline, Triton's `timeout` as CLOCK_MONOTONIC; 0: none.
+    """
     whole(rows, "rows", 0, 2**32 - 1)
     whole(priority, "priority", 0, MAX_PRIORITY)
     whole(sequence_id, "sequence_id", 0, MAX_SEQUENCE_ID)
     if (start or end) and not sequence_id:
         raise InferError(Code.INVALID_ARG, "sequence_start and sequence_end need a sequence_id other than 0")
-    return (SEQUENCE_START if start else 0) | (SEQUENCE_END if end else 0)
+    flags = (SEQUENCE_START if start else 0) | (SEQUENCE_END if end else 0)
+    return flags | QUEUE_TIMEOUT if queue_timeout_ns else flags
 
 
 def check_all(
@@ -48,8 +53,9 @@ def check_all(
     rows: int,
     priority: int,
     sequence_id: int,
-    sequence_start: bool,
-    sequence_end: bool,
+    sequence_start: int,
+    sequence_end: int,
+    queue_timeout_ns: int = 0,
 ) -> None:
     """Raises InferError for the argument that a submission could not carry. Asked when it failed, not before."""
     whole(input_slot, "input_slot", 0, MAX_POSITIONS - 1)

@@ -67,7 +67,7 @@ class Inference:
 
     async def infer(self, request: InferRequest, caller: Caller) -> InferResponse:
         """Run one request. Raises InferError with Triton's texts; all but those of lookups name the request's id."""
-        deadline_ns = deadline_ns_of(request.timeout_us / 1e6) if request.timeout_us > 0 else 0
+        deadline_ns = _deadline_ns(request, caller)
         resolved = await self._resolve(request, caller)
         return await self._infer(request, caller, resolved, deadline_ns)
 
@@ -76,7 +76,7 @@ class Inference:
 
         What can be known of a request before it runs is raised here; what comes later is a response.
         """
-        deadline_ns = deadline_ns_of(request.timeout_us / 1e6) if request.timeout_us > 0 else 0
+        deadline_ns = _deadline_ns(request, caller)
         resolved = await self._resolve(request, caller)
         try:
             entry = await self._entry(resolved.key, request, resolved, deadline_ns)
@@ -284,7 +284,8 @@ class Inference:
     async def _submit(self, entry: Entry, request: InferRequest, deadline_ns: int) -> InferResult:
         values, inline = self._values(entry, request)
         sequence = correlation.sequence_of(request) if request.sequence_id else correlation.NO_SEQUENCE
-        result = await entry.plan.infer_arrays(values, deadline_ns, _priority(request), sequence)
+        timeout_ns = _queue_timeout_ns(request, deadline_ns)
+        result = await entry.plan.infer_arrays(values, deadline_ns, _priority(request), sequence, timeout_ns)
         if result.copied_here > inline:
             self._copied("kept_output", result.copied_here - inline)
         return result
@@ -318,7 +319,8 @@ class Inference:
         except InferError as error:
             raise told(error, request, resolved.aliases.values()) from None
         sequence = correlation.sequence_of(request) if request.sequence_id else correlation.NO_SEQUENCE
-        stream = entry.plan.stream_arrays(values, deadline_ns, _priority(request), sequence)
+        timeout_ns = _queue_timeout_ns(request, deadline_ns)
+        stream = entry.plan.stream_arrays(values, deadline_ns, _priority(request), sequence, timeout_ns)
 
         async def deliver(result: InferResult) -> InferResponse:
             nonlocal inline
@@ -334,6 +336,18 @@ class Inference:
 def _priority(request: InferRequest) -> int:
     """More than any model has levels means its default."""
     return request.priority if 0 <= request.priority <= MAX_PRIORITY else 0
+
+
+def _deadline_ns(request: InferRequest, caller: Caller) -> int:
+    """When the caller is answered whatever happens; 0: never. Triton's `timeout` is no such thing."""
+    if request.timeout_us <= 0 or caller.transport != "zmq":
+        return 0
+    return deadline_ns_of(request.timeout_us / 1e6)
+
+
+def _queue_timeout_ns(request: InferRequest, deadline_ns: int) -> int:
+    """Until when the model's queue may keep it, if its policy lets requests say so; 0: no matter."""
+    return 0 if deadline_ns or request.timeout_us <= 0 else deadline_ns_of(request.timeout_us / 1e6)
 
 
 @contextlib.asynccontextmanager

@@ -127,9 +127,11 @@ class Twin:
         self.close()
 
 
-def submit(client: ClientChannel, output_position: int = 0, deadline_ns: int = 0) -> tuple[int, Pending]:
+def submit(
+    client: ClientChannel, output_position: int = 0, deadline_ns: int = 0, flags: int = 0
+) -> tuple[int, Pending]:
     pending = Pending()
-    ident = client.submit(pending, PLAN, 0, output_position, 0, deadline_ns)
+    ident = client.submit(pending, PLAN, 0, output_position, 0, deadline_ns, 0, 0, flags)
     assert ident
     return ident, pending
 

@@ -14,7 +14,7 @@ from broker.gateway.plan_cache import PlanCache
 from shm.datatypes import decode_bytes
 from shm.errors import InferError
 from tests.fakes import models
-from tests.fakes.gateway_core import REMOTE, arrays, request, served
+from tests.fakes.gateway_core import OTHER, REMOTE, arrays, request, served
 from tests.fakes.lender import Lending
 
 pytestmark = pytest.mark.timeout(180)
@@ -219,16 +219,24 @@ def test_strings_that_are_none_are_refused_with_the_models_name(lending):
     served(lending, test)
 
 
-def test_a_deadline_ends_a_request_in_tritons_words(lending):
+def test_a_deadline_ends_a_request_of_zeromq_in_tritons_words(lending):
     async def test(service):
-        await service.infer(request("add1", {"x": ROW}), REMOTE)
+        await service.infer(request("add1", {"x": ROW}), OTHER)
         for shape in ((1, 4), (1, 5)):  # a plan that is there, and one that is not
             with pytest.raises(InferError) as caught:
-                await service.infer(request("add1", {"x": np.zeros(shape, np.float32)}, timeout_us=1), REMOTE)
+                await service.infer(request("add1", {"x": np.zeros(shape, np.float32)}, timeout_us=1), OTHER)
             assert caught.value.code == "UNAVAILABLE"
             assert caught.value.message == "[request id: <id_unknown>] Request timeout expired"
-        response = await service.infer(request("add1", {"x": ROW}, timeout_us=60_000_000), REMOTE)
+        response = await service.infer(request("add1", {"x": ROW}, timeout_us=60_000_000), OTHER)
         assert arrays(response)["y"][0, 0] == 1
+
+    served(lending, test)
+
+
+def test_a_timeout_of_triton_is_no_deadline(lending):
+    async def test(service):
+        for shape in ((1, 4), (1, 6)):
+            await service.infer(request("add1", {"x": np.zeros(shape, np.float32)}, timeout_us=1), REMOTE)
 
     served(lending, test)
 

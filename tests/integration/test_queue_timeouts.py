@@ -1,0 +1,98 @@
+"""Triton's request `timeout` over its protocols, and what becomes of it in models with and without an override."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
+
+import clientlib
+from tests.fakes import models
+from tests.fakes.broker import eventually
+from tests.fakes.gateways import Gateway, url_of
+
+TIMEOUT_S = 0.02
+CONFIG = """max_batch_size: 2
+dynamic_batching {{
+  preferred_batch_size: 2
+  max_queue_delay_microseconds: 60000000
+  default_queue_policy {{ default_timeout_microseconds: 50000000 allow_timeout_override: {allowed} }}
+}}
+"""
+X = np.ones((1, 4), np.float32)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    root = tmp_path_factory.mktemp("repository")
+    for allowed in ("true", "false"):
+        models.write_model(root, allowed, models.add1(), config=CONFIG.format(allowed=allowed))
+    models.write_model(root, "plain", models.add1())
+    with Gateway(root, tmp_path_factory.mktemp("run")) as broker:
+        yield broker.ready()
+
+
+def ask_grpc(served: Gateway, model: str, timeout_s: float) -> Any:
+    with triton.InferenceServerClient(url_of(served, "grpc").removeprefix("grpc://")) as client:
+        x = triton.InferInput("x", X.shape, "FP32")
+        x.set_data_from_numpy(X)
+        try:
+            return client.infer(model, [x], timeout=int(timeout_s * 1e6)).as_numpy("y").tolist()
+        except InferenceServerException as error:
+            return error.status(), error.message()
+
+
+def ask_http(served: Gateway, model: str, timeout_s: float) -> Any:
+    x = {"name": "x", "shape": [1, 4], "datatype": "FP32", "data": X.tolist()}
+    document = {"inputs": [x], "parameters": {"timeout": int(timeout_s * 1e6)}}
+    status, answer = served.post(f"/v2/models/{model}/infer", document)
+    return [answer["outputs"][0]["data"]] if status == 200 else (status, answer["error"])
+
+
+ASKS = {"grpc": ask_grpc, "http": ask_http}
+
+
+def pending(served: Gateway, model: str) -> int:
+    waiting: int = json.loads(served.get(f"/v2/models/{model}/stats")[1])["model_stats"][0]["pending"]
+    return waiting
+
+
+def answered(asked: Future[Any]) -> Any:
+    return asked.result(30)
+
+
+@pytest.mark.parametrize("wire", ASKS)
+def test_where_the_policy_allows_it_a_request_ends_by_its_own_timeout(served: Gateway, wire: str) -> None:
+    kind = {"grpc": "StatusCode.UNAVAILABLE", "http": 503}[wire]
+    assert ASKS[wire](served, "true", TIMEOUT_S) == (kind, "[request id: <id_unknown>] Request timeout expired")
+
+
+@pytest.mark.parametrize("wire", ASKS)
+def test_elsewhere_the_timeout_says_nothing(served: Gateway, wire: str) -> None:
+    assert ASKS[wire](served, "plain", 1e-6) == (X + 1).tolist()
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(ASKS[wire], served, "false", TIMEOUT_S)
+        began = time.monotonic()
+        while time.monotonic() < began + 3 * TIMEOUT_S:
+            time.sleep(TIMEOUT_S)
+        assert not first.done()
+        second = threads.submit(ASKS[wire], served, "false", TIMEOUT_S)
+        assert answered(first) == answered(second) == (X + 1).tolist()
+
+
+@pytest.mark.parametrize("wire", ["native", "grpc", "http"])
+@pytest.mark.parametrize("model", ["true", "false"])
+def test_a_deadline_of_the_client_library_ends_its_request_everywhere(served: Gateway, wire: str, model: str) -> None:
+    with clientlib.connect(url_of(served, wire)) as client:
+        with pytest.raises(clientlib.InferError) as late:
+            client.infer(model, {"x": X}, timeout=TIMEOUT_S)
+        assert late.value.code == "UNAVAILABLE"
+        assert np.array_equal(client.infer("plain", {"x": X}, timeout=30)["y"], X + 1)
+    eventually(lambda: pending(served, model) == 0, "nothing of it waits on")
