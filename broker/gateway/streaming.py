@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, NamedTuple, Protocol, Self, final
 
-from broker.gateway.answers import EXPIRED, is_gone, told
+from broker.gateway.answers import is_gone, told
 from broker.gateway.kserve import InferRequest, InferResponse
 from broker.gateway.regions import Alias
 from clientlib.results import InferResult
@@ -153,7 +153,7 @@ class AnyResponses(ResponseStream):
     async def _next(self) -> InferResponse:
         if self._run is None:
             try:
-                await self._enter()
+                await self._lasting.enter(self)
                 self._run = await self._begin(anew=False)
             except InferError as error:
                 return self._error(error, final=True)
@@ -186,13 +186,6 @@ class AnyResponses(ResponseStream):
         except InferError as error:
             return self._error(error, final=True)
         return await self._of(run)
-
-    async def _enter(self) -> None:
-        try:
-            async with asyncio.timeout(self._request.timeout_us / 1e6 or None):
-                await self._lasting.enter(self)
-        except TimeoutError:
-            raise told(InferError(Code.UNAVAILABLE, EXPIRED), self._request, ()) from None
 
     def _end(self) -> None:
         self._lasting.leave(self)

@@ -177,22 +177,6 @@ def test_cancelled_while_it_waits_for_its_turn() -> None:
     run()
 
 
-def test_one_that_waits_for_its_turn_too_long() -> None:
-    @in_loop
-    async def run() -> None:
-        lasting = Lasting(1)
-        first = AnyResponses(request(), Source([1, HANG]), lasting)
-        await anext(first)
-        late = request()
-        late.timeout_us = 1000
-        assert await taken(AnyResponses(late, Source([2]), lasting)) == [
-            ("[request id: 7] Request timeout expired", True)
-        ]
-        await first.aclose()
-
-    run()
-
-
 def test_the_one_that_is_furthest_behind_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "LOOK_S", 0.005)
 
