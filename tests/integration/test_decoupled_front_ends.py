@@ -154,6 +154,13 @@ def test_errors_among_responses(broker: Gateway) -> None:
         with pytest.raises(InferenceServerException, match=r"^square backend's intentional error"):
             stream.next()
         assert stream.next().get_response().parameters["triton_final_response"].bool_param
+        given = inputs(triton_grpc, "repeat_int32", [1])
+        given[1] = inputs(triton_grpc, "repeat_int32", [1, 2])[1]
+        stream.client.async_stream_infer("repeat_int32", given)
+        with pytest.raises(
+            InferenceServerException, match=r"expected IN and DELAY shape to match, got \[1\] and \[2\]"
+        ):
+            stream.next()
         stream.send("nobody", [1], request_id="8")
         with pytest.raises(InferenceServerException, match="unknown model: 'nobody'"):
             stream.next()

@@ -17,9 +17,8 @@ import numpy.typing as npt
 from broker.worker.backends import Binding, Context, Operand
 from broker.worker.backends.builtin import cpu_only, decoupled_only, no_bindings, sleep_unless
 from broker.worker.stream import Stream
+from shm.datatypes import shape_text
 from shm.errors import Code, InferError
-
-_SHAPES = "expected IN and DELAY shape to match, and one WAIT"
 
 
 def load(context: Context) -> Repeat:
@@ -42,7 +41,7 @@ class Repeat:
         for stream in streams:
             count, delay, wait = (stream.inputs[name].reshape(-1) for name in ("IN", "DELAY", "WAIT"))
             if count.size != delay.size or wait.size != 1:
-                stream.send(error=InferError(Code.INVALID_ARG, _SHAPES), final=True)
+                stream.send(error=_refusal(stream), final=True)
                 continue
             threading.Thread(target=_answer, args=(stream, count, delay), name="repeat", daemon=True).start()
             time.sleep(int(wait[0]) / 1000)  # as Triton's: the instance is busy, whatever its client does
@@ -53,6 +52,13 @@ class Repeat:
 
     def close(self) -> None:
         """It holds nothing."""
+
+
+def _refusal(stream: Stream) -> InferError:
+    given, delays, wait = (shape_text(stream.inputs[name].shape) for name in ("IN", "DELAY", "WAIT"))
+    if given != delays:
+        return InferError(Code.INVALID_ARG, f"expected IN and DELAY shape to match, got {given} and {delays}")
+    return InferError(Code.INVALID_ARG, f"expected WAIT shape to be [1], got {wait}")
 
 
 def _answer(stream: Stream, values: npt.NDArray[Any], delays: npt.NDArray[Any]) -> None:
