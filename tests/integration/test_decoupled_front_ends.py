@@ -157,9 +157,7 @@ def test_errors_among_responses(broker: Gateway) -> None:
         given = inputs(triton_grpc, "repeat_int32", [1])
         given[1] = inputs(triton_grpc, "repeat_int32", [1, 2])[1]
         stream.client.async_stream_infer("repeat_int32", given)
-        with pytest.raises(
-            InferenceServerException, match=r"expected IN and DELAY shape to match, got \[1\] and \[2\]"
-        ):
+        with pytest.raises(InferenceServerException, match=r"expected IN and DELAY shape to match, got .1. and .2."):
             stream.next()
         stream.send("nobody", [1], request_id="8")
         with pytest.raises(InferenceServerException, match="unknown model: 'nobody'"):
