@@ -23,6 +23,8 @@ _GONE: Final = re.compile(
     r"this plan was released|the model is not loaded"
 )
 _AS_IT_IS: Final = re.compile(f"^Request for unknown model|^failed to get model version|{DECOUPLED}$")
+# Before a model has a request, it is the server that speaks; then it is the model, whose words stay as they are.
+_SERVERS_WORD: Final = re.compile(f"^{EXPIRED}|^Exceeds maximum queue size")
 _TOO_SMALL: Final = "shared memory size specified with the request for output"
 # What the worker says of strings, which knows no model's name.
 _STRINGS: Final = re.compile(r"(string (?:elements(?: \d+)?|data|length indicator) for inference input '.*?')(?=, )")
@@ -68,3 +70,10 @@ def told(error: InferError, request: InferRequest, aliases: Iterable[Alias]) -> 
     else:
         message = _STRINGS.sub(lambda found: f"{found[1]} for model '{request.model}'", message)
     return InferError(code, f"[request id: {request.id or UNKNOWN_ID}] {message}")
+
+
+def told_in_stream(error: InferError, request: InferRequest, aliases: Iterable[Alias]) -> InferError:
+    """`error`, which came in the place of a response of a decoupled model."""
+    if _SERVERS_WORD.match(error.message) or _STRINGS.match(error.message):
+        return told(error, request, aliases)
+    return error

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, NamedTuple, Protocol, Self, final
 
-from broker.gateway.answers import is_gone, told
+from broker.gateway.answers import is_gone, told_in_stream
 from broker.gateway.kserve import InferRequest, InferResponse
 from broker.gateway.regions import Alias
 from clientlib.results import InferResult
@@ -173,8 +173,7 @@ class AnyResponses(ResponseStream):
             if final and not self._settled and is_gone(error):
                 return await self._anew(run)
             self._settled = True
-            # One among others is the model's own word; one that ends the request is told as all errors are.
-            return self._error(told(error, self._request, run.aliases) if final else error, final=final)
+            return self._error(told_in_stream(error, self._request, run.aliases), final=final)
         response.final = run.results.final
         return response
 
