@@ -39,6 +39,7 @@ stress: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m bench.latency
 	$(BIN)/python -m bench.throughput
+	$(BIN)/python -m bench.control
 	$(BIN)/python -m bench.hop
 
 clean:

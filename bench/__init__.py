@@ -2,6 +2,7 @@
 
     latency     what does a request cost over calling the model in one's own process?
     throughput  how many requests per second, and does dynamic batching keep up with the best batch in-process?
+    control     what do loads, reloads and unloads cost those who ask for inference, and is the memory back?
     hop         what do the transports between two processes cost by themselves?
 
 Absolute times belong to one machine and one minute. So every row is measured in several rounds that interleave all

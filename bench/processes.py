@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,10 +30,10 @@ def die_with_parent() -> None:
 class Broker:
     """`tensorbroker serve` on a repository of `models`, in a directory of its own. A context manager.
 
-    `gateway`: with one, on free ports (`ports`: "http", "grpc").
+    `gateway`: with one, on free ports (`ports`: "http", "grpc"). `flags`: more of them.
     """
 
-    def __init__(self, models: Iterable[Model], *, gateway: bool = False) -> None:
+    def __init__(self, models: Iterable[Model], *, gateway: bool = False, flags: Sequence[str] = ()) -> None:
         self.ports = {name: free_port() for name in ("http", "grpc")} if gateway else {}
         ports = [f"--{name}-port={port}" for name, port in self.ports.items()]
         front = [*ports, "--allow-metrics=false"] if gateway else ["--gateways=0"]
@@ -47,7 +47,7 @@ class Broker:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "broker", "serve"),
-                    *("--model-repository", str(repository), "--directory", str(self.directory), *front),
+                    *("--model-repository", str(repository), "--directory", str(self.directory), *front, *flags),
                 ],
                 stdout=subprocess.PIPE,
                 stderr=log,

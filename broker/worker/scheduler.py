@@ -15,6 +15,7 @@ from broker.worker.model import MISSING, Instance, LoadedModel
 from broker.worker.plans import Plan
 from broker.worker.queues import Row
 from broker.worker.rate_limiter import Pool, RateLimiter, claims_of
+from broker.worker.trim import trim
 from broker.worker.turn import Turn
 from shm import statistics
 from shm.admission import EXPIRED, Request, Verdict
@@ -383,6 +384,8 @@ class Scheduler:
         for model in done:
             self.forget(model)
             model.close()
+        if done or surplus:
+            trim()
 
 
 def _claim(model: LoadedModel) -> bool:

@@ -103,6 +103,16 @@ def test_throughput_holds_every_row(tmp_path: Path) -> None:
     assert tables["networks"]["squeezenet, 8 clients, batches ≤ 4"]["batch"] > 1
 
 
+def test_model_control_fails_no_request(tmp_path: Path) -> None:
+    _, tables = run("control", tmp_path)
+    assert set(tables) == {"beside", "reloads", "memory", "lone"}
+    assert len(tables["beside"]) == 3
+    assert all(medians["loads"] > 0 for medians in tables["beside"].values())
+    (reloads,) = tables["reloads"].values()
+    assert reloads["failed"] == 0
+    assert reloads["requests"] > 0
+
+
 def test_hop_holds_every_row(tmp_path: Path) -> None:
     text, tables = run("hop", tmp_path)
     assert set(tables["hop"]) == HOP
