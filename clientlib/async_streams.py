@@ -48,7 +48,10 @@ class AsyncSource(Protocol):
         """Ask for an early end; False when it has ended already."""
 
     def close(self) -> None:
-        """Nobody reads any more. Any thread, any time; takes no lock that anybody waits under."""
+        """Nobody reads any more."""
+
+    def let_go(self) -> None:
+        """The same, when the stream is collected: any thread, any time; waits for no lock."""
 
 
 Begin = Callable[[], Awaitable[AsyncSource]]
@@ -133,7 +136,7 @@ class AsyncStream(StaysHere):
 
     def __del__(self) -> None:
         if self._source is not None:
-            self._source.close()
+            self._source.let_go()
 
     async def _started(self) -> AsyncStream:
         await self._sent()
@@ -277,6 +280,8 @@ class AsyncInflow:
         if not self._ended and self._ident and self._bound.lane.error is None:
             self._bound.channel.cancel(self._ident, wait=False)  # else with the next part
 
+    let_go = close
+
     def _end(self) -> None:
         self._bound.live.pop(self.output_slot, None)
         self._lease = None
@@ -329,3 +334,5 @@ class AsyncSingle:
         """See `AsyncSource`."""
         self._taken = True
         self._pending.leave()
+
+    let_go = close

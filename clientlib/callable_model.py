@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Coroutine, Mapping
 from typing import Any, Protocol, final
 
+from clientlib.async_streams import AsyncStream
 from clientlib.automatic import Inputs
 from clientlib.process import StaysHere
 from clientlib.recipe import Outputs
 from clientlib.results import InferResult
+from clientlib.streams import Stream
 from shm.messages import ModelMetadata, TensorMetadata
 
 Known = Mapping[tuple[str, str], ModelMetadata]  # by name and version asked for
@@ -72,6 +74,18 @@ class Infers(Protocol):
     ) -> InferResult:
         """As `Client.infer`."""
 
+    def stream(
+        self,
+        model: str,
+        inputs: Inputs,
+        outputs: Outputs,
+        timeout: float | None,
+        priority: int,
+        parameters: Mapping[str, object] | None,
+        version: str,
+    ) -> Stream:
+        """As `Client.stream`."""
+
 
 class InfersAsync(Protocol):
     """A client for an event loop, as far as a model needs it."""
@@ -87,6 +101,18 @@ class InfersAsync(Protocol):
         version: str,
     ) -> Coroutine[Any, Any, InferResult]:
         """As `AsyncClient.infer`."""
+
+    def stream(
+        self,
+        model: str,
+        inputs: Inputs,
+        outputs: Outputs,
+        timeout: float | None,
+        priority: int,
+        parameters: Mapping[str, object] | None,
+        version: str,
+    ) -> AsyncStream:
+        """As `AsyncClient.stream`."""
 
 
 @final
@@ -112,6 +138,17 @@ class Model(Metadata):
 
     __call__ = infer
 
+    def stream(
+        self,
+        inputs: Inputs,
+        outputs: Outputs = None,
+        timeout: float | None = None,
+        priority: int = 0,
+        parameters: Mapping[str, object] | None = None,
+    ) -> Stream:
+        """As `Client.stream`."""
+        return self._client.stream(self.name, inputs, outputs, timeout, priority, parameters, self._version)
+
 
 @final
 class AsyncModel(Metadata):
@@ -135,3 +172,14 @@ class AsyncModel(Metadata):
         return self._client.infer(self.name, inputs, outputs, timeout, priority, parameters, self._version)
 
     __call__ = infer
+
+    def stream(
+        self,
+        inputs: Inputs,
+        outputs: Outputs = None,
+        timeout: float | None = None,
+        priority: int = 0,
+        parameters: Mapping[str, object] | None = None,
+    ) -> AsyncStream:
+        """As `AsyncClient.stream`."""
+        return self._client.stream(self.name, inputs, outputs, timeout, priority, parameters, self._version)

@@ -363,11 +363,7 @@ def _given_output(name: str, ref: TensorRef, shape: tuple[int, ...]) -> _Tensor:
 
 def _streamed_output(name: str, ref: TensorRef | None, datatype: str, byte_size: int) -> _Tensor:
     if ref is not None:
-        raise InferError(
-            Code.INVALID_ARG,
-            f"output '{name}' is placed in a region: outputs of a decoupled model come one response at a time: they "
-            "cannot be placed",
-        )
+        raise responses.not_placed(name)
     return _Tensor(name, datatype, (-1,), byte_size)
 
 

@@ -44,6 +44,15 @@ def room(datatype: str, shape: Sequence[int], wanted: int | None) -> int:
     return min(aligned(datatypes.byte_size(datatype, shape)), LARGEST_ROOM)
 
 
+def not_placed(name: str) -> InferError:
+    """The error for an output of a decoupled model that the caller placed."""
+    return InferError(
+        Code.INVALID_ARG,
+        f"output '{name}' is placed in a region: outputs of a decoupled model come one response at a time: they cannot "
+        "be placed",
+    )
+
+
 class _Rooms(NamedTuple):
     """Where an output's parts lie: row i of `places` is its room in place i."""
 

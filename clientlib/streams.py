@@ -45,7 +45,10 @@ class Source(Protocol):
         """Ask for an early end; False when it has ended already."""
 
     def close(self) -> None:
-        """Nobody reads any more. Any thread, any time; takes no lock that anybody waits under."""
+        """Nobody reads any more."""
+
+    def let_go(self) -> None:
+        """The same, when the stream is collected: any thread, any time; waits for no lock."""
 
 
 Again = Callable[[InferError], Source | None]
@@ -108,7 +111,7 @@ class Stream(StaysHere):
         self.close()
 
     def __del__(self) -> None:
-        self._source.close()
+        self._source.let_go()
 
 
 @final
@@ -208,6 +211,8 @@ class Inflow(Waiting):
             self.lane.channel.cancel(self.ident, wait=False)  # else with the next part
             self._wake_all()
 
+    let_go = close
+
     def _give_up(self, error: InferError) -> None:
         self._inbox.fail(error)
         if not self._ended and self.lane.error is None:
@@ -241,6 +246,8 @@ class Single:
         pending = self._pending
         if pending.entry is None and pending.lane.error is None:
             pending.lane.channel.cancel(pending.ident, wait=False)
+
+    let_go = close
 
 
 def start(

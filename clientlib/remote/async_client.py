@@ -19,6 +19,7 @@ import numpy.typing as npt
 from clientlib import process
 from clientlib.address import Address
 from clientlib.arguments import LoadConfig, LoadFiles, load_arguments, model_text, seconds, version_text, whole
+from clientlib.async_streams import AsyncSource, AsyncStream
 from clientlib.automatic import Inputs, Request, check_parameters
 from clientlib.callable_model import AsyncModel
 from clientlib.client import CALL_S, NO_CUDA
@@ -27,14 +28,15 @@ from clientlib.process import StaysHere
 from clientlib.recipe import Outputs, Slots, recipe
 from clientlib.region import AsyncRegion, MappedRegion, TensorRef
 from clientlib.remote import opening
-from clientlib.remote.async_plans import AsyncRemotePending, AsyncRemotePlan, Options
+from clientlib.remote.async_plans import AsyncRemotePending, AsyncRemotePlan
 from clientlib.remote.client import UNUSED
 from clientlib.remote.core import INLINE, Procedure, Remote, deadline_of, patience_s
 from clientlib.remote.layout import Layout, move
 from clientlib.remote.plans import ended_result, request_of
-from clientlib.remote.transport import AsyncTransport, InferAnswer
+from clientlib.remote.streams import AsyncRemoteInflow, AsyncRemoteSingle, check_layout
+from clientlib.remote.transport import AsyncStreams, AsyncTransport, InferAnswer
 from clientlib.results import InferResult
-from clientlib.submission import MAX_PRIORITY, deadline_ns_of, remaining_s
+from clientlib.submission import MAX_PRIORITY, Options, deadline_ns_of, remaining_s
 from shm.errors import Code, InferError
 from shm.messages import ModelMetadata, RegionRecord
 
@@ -176,6 +178,38 @@ class AsyncRemoteClient(StaysHere):
                 self.remote.forget(made.model, made.version)  # the model may have changed: ask again next time
             raise
 
+    def stream(
+        self,
+        model: str,
+        inputs: Inputs,
+        outputs: Outputs = None,
+        timeout: float | None = None,
+        priority: int = 0,
+        parameters: Mapping[str, object] | None = None,
+        version: str | int = "",
+    ) -> AsyncStream:
+        """A request to iterate over with `async for`. As `AsyncClient.stream`, and `RemoteClient.stream`."""
+        if parameters is not None:
+            check_parameters(parameters)
+        deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
+        asked = Request(model, version, inputs, outputs)
+        options = (0, whole(priority, "priority", 0, MAX_PRIORITY), 0, False, False)
+        made = asked.recipe(UNUSED)
+
+        async def begin() -> AsyncSource:
+            layout = await self._run(self.remote.once(made), patience_s(deadline_ns, CALL_S))
+            try:
+                return await self.source(None, layout, deadline_ns, 0, options, asked.values)
+            except InferError as error:
+                await failed(error)
+                raise
+
+        async def failed(error: InferError) -> None:
+            if error.code in ("NOT_FOUND", "INVALID_ARG", "UNSUPPORTED", "UNKNOWN"):
+                self.remote.forget(made.model, made.version)
+
+        return AsyncStream(begin, failed)
+
     # --- life ------------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
@@ -204,6 +238,31 @@ class AsyncRemoteClient(StaysHere):
             raise InferError(Code.INVALID_ARG, "this client lives on another event loop: connect_async() on this one")
 
     # --- inside ----------------------------------------------------------------------------------------------------
+
+    async def source(
+        self,
+        plan: object,
+        layout: Layout,
+        deadline_ns: int,
+        input_slot: int,
+        options: Options,
+        values: Sequence[npt.NDArray[Any]] = (),
+    ) -> AsyncSource:
+        """Send the request of a stream."""
+        model = await self._run(self.remote.heard_of(layout.model, layout.version), patience_s(deadline_ns, CALL_S))
+        if not model.decoupled:
+            return AsyncRemoteSingle(await self.start(plan, layout, deadline_ns, input_slot, None, options, values))
+        check_layout(layout, self._transport.wire, streams=isinstance(self._transport, AsyncStreams))
+        assert isinstance(self._transport, AsyncStreams)
+        await self._take_slot(deadline_ns)
+        try:
+            request, at, copied = request_of(self.remote, layout, deadline_ns, input_slot, None, options, values)
+            layout.ranges.live.pop(at.output_slot, None)  # its inputs are copied into the message at once
+            answers = self._transport.stream(request, deadline_of(deadline_ns), self._free.release)
+        except BaseException:
+            self._free.release()
+            raise
+        return AsyncRemoteInflow((self, plan), self.remote, layout, answers, copied)
 
     async def run(
         self,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 from clientlib.arguments import seconds
 from clientlib.async_pending import AsyncPending
 from clientlib.async_plans import AsyncPlan
+from clientlib.async_streams import AsyncStream
 from clientlib.pending import expired
 from clientlib.plans import was_released
 from clientlib.process import StaysHere
@@ -27,8 +28,6 @@ from shm.errors import Code, InferError
 
 if TYPE_CHECKING:
     from clientlib.remote.async_client import AsyncRemoteClient
-
-Options = tuple[int, int, int, bool, bool]
 
 
 @final
@@ -76,6 +75,22 @@ class AsyncRemotePlan(StaysHere):
         deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
         options = (rows, priority, sequence_id, sequence_start, sequence_end)
         return await self._client.start(self, self._layout, deadline_ns, input_slot, output_slot, options)
+
+    def stream(
+        self,
+        timeout: float | None = None,
+        input_slot: int = 0,
+        rows: int = 0,
+        priority: int = 0,
+        sequence_id: int = 0,
+        sequence_start: bool = False,
+        sequence_end: bool = False,
+    ) -> AsyncStream:
+        """A request to iterate over with `async for`. As `AsyncPlan.stream`, and `RemoteClient.stream`."""
+        self._check()
+        deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
+        options = (rows, priority, sequence_id, sequence_start, sequence_end)
+        return AsyncStream(lambda: self._client.source(self, self._layout, deadline_ns, input_slot, options))
 
     async def release(self) -> None:
         """A later request raises InferError. Those in flight end as usual, results stay valid."""

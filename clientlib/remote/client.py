@@ -12,9 +12,11 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar, final
+
+import numpy.typing as npt
 
 from clientlib import process
 from clientlib.address import Address
@@ -30,9 +32,11 @@ from clientlib.remote import opening
 from clientlib.remote.core import Procedure, Remote, deadline_of, full, patience_s
 from clientlib.remote.layout import Layout, Position, move
 from clientlib.remote.plans import RemotePending, RemotePlan, ended_result, request_of
-from clientlib.remote.transport import InferAnswer, InferRequest, Transport
+from clientlib.remote.streams import RemoteInflow, RemoteSingle, check_layout
+from clientlib.remote.transport import InferAnswer, InferRequest, Streams, Transport
 from clientlib.results import InferResult
-from clientlib.submission import MAX_PRIORITY, deadline_ns_of
+from clientlib.streams import Source, Stream
+from clientlib.submission import MAX_PRIORITY, Options, deadline_ns_of
 from shm.errors import Code, InferError
 from shm.messages import ModelMetadata, RegionRecord
 
@@ -187,6 +191,39 @@ class RemoteClient(StaysHere):
                 self.remote.forget(made.model, made.version)  # the model may have changed: ask again next time
             raise
 
+    def stream(
+        self,
+        model: str,
+        inputs: Inputs,
+        outputs: Outputs = None,
+        timeout: float | None = None,
+        priority: int = 0,
+        parameters: Mapping[str, object] | None = None,
+        version: str | int = "",
+    ) -> Stream:
+        """Send a request; iterate over what comes. As `Client.stream`.
+
+        Responses of a decoupled model come over gRPC; other transports raise InferError UNSUPPORTED. There, an error
+        in the place of a response has no code of its own (UNKNOWN).
+        """
+        if parameters is not None:
+            check_parameters(parameters)
+        deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
+        asked = Request(model, version, inputs, outputs)
+        options = (0, whole(priority, "priority", 0, MAX_PRIORITY), 0, False, False)
+        made = asked.recipe(UNUSED)
+        layout = self._run(self.remote.once(made), patience_s(deadline_ns, CALL_S))
+
+        def failed(error: InferError) -> None:
+            if error.code in ("NOT_FOUND", "INVALID_ARG", "UNSUPPORTED", "UNKNOWN"):
+                self.remote.forget(made.model, made.version)
+
+        try:
+            return Stream(self.source(None, layout, deadline_ns, 0, options, asked.values), failed)
+        except InferError as error:
+            failed(error)
+            raise
+
     # --- life ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -205,6 +242,41 @@ class RemoteClient(StaysHere):
         self._transport.leave_to_parent()
 
     # --- inside ----------------------------------------------------------------------------------------------------
+
+    def source(
+        self,
+        plan: object,
+        layout: Layout,
+        deadline_ns: int,
+        input_slot: int,
+        options: Options,
+        values: Sequence[npt.NDArray[Any]] = (),
+    ) -> Source:
+        """Send the request of a stream."""
+        model = self._run(self.remote.heard_of(layout.model, layout.version), patience_s(deadline_ns, CALL_S))
+        if not model.decoupled:
+            scratch = self._run(self.remote.borrow(values), patience_s(deadline_ns, CALL_S))
+            try:
+                request, at, copied = request_of(self.remote, layout, deadline_ns, input_slot, None, options, values)
+            except BaseException:
+                self.remote.give_back(scratch)
+                raise
+            if scratch is not None:
+                move(request, scratch)
+            return RemoteSingle(self.start(plan, layout, request, at, copied, deadline_ns, scratch))
+        check_layout(layout, self._transport.wire, streams=isinstance(self._transport, Streams))
+        assert isinstance(self._transport, Streams)
+        request, at, copied = request_of(self.remote, layout, deadline_ns, input_slot, None, options, values)
+        try:
+            self._take_slot(deadline_ns)
+            try:
+                answers = self._transport.stream(request, deadline_of(deadline_ns), self._free.release)
+            except BaseException:
+                self._free.release()
+                raise
+        finally:
+            layout.ranges.live.pop(at.output_slot, None)  # its inputs are in the message
+        return RemoteInflow((self, plan), self.remote, layout, answers, copied)
 
     def run(self, layout: Layout, request: InferRequest, at: Position, copied: int, deadline_ns: int) -> InferResult:
         """Run a request whose ranges are claimed and wait for it."""

@@ -260,6 +260,13 @@ class Remote:
         self._outdated.discard((name, version))
         return model
 
+    def heard_of(self, name: str, version: str) -> Procedure[ModelMetadata]:
+        """The same, asked for only if it is not known or may be outdated."""
+        model = self._known.get((name, version))
+        if model is None or (name, version) in self._outdated:
+            model = yield from self.model(name, version)
+        return model
+
     def statistics(self, model: str, version: str | int) -> Procedure[list[dict[str, Any]]]:
         """Triton's model_stats."""
         stats: list[dict[str, Any]] = yield transport.Statistics(model_text(model, empty=True), version_text(version))
@@ -295,10 +302,7 @@ class Remote:
         self._check_regions(recipe)
         names: Sequence[str] | None = None
         if isinstance(recipe.outputs, dict):
-            key = recipe.model, recipe.version
-            model = self._known.get(key)
-            if model is None or key in self._outdated:
-                model = yield from self.model(*key)
+            model = yield from self.heard_of(recipe.model, recipe.version)
             names = self._names(recipe, model)
             check_output_names(model, names or ())
         elif recipe.outputs is not None:

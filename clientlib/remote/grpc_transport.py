@@ -18,6 +18,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from clientlib.address import Address
 from clientlib.remote.grpc_codec import decode_infer, encode, encode_infer, error_of
+from clientlib.remote.grpc_streams import AsyncGrpcAnswers, GrpcAnswers, encode_stream
 from clientlib.remote.transport import Ended, InferAnswer, InferRequest, Word, cancelled, lost
 from shm.errors import Code, InferError
 
@@ -100,6 +101,14 @@ class GrpcTransport:
         cancel: Callable[[], None] = future.cancel
         return cancel
 
+    def stream(self, request: InferRequest, deadline: float, ended: Callable[[], None]) -> GrpcAnswers:
+        """As `Streams.stream`."""
+        try:
+            call = self._stub.ModelStreamInfer(iter((encode_stream(request),)), timeout=_patience(deadline))
+        except ValueError as error:
+            raise lost(self._address, error) from None
+        return GrpcAnswers(call, lambda error: self._error(error, None), ended)
+
     def wait(self, event: threading.Event, timeout: float | None) -> bool:
         """As `Transport.wait`: answers come on threads of their own."""
         return event.wait(timeout)
@@ -149,6 +158,14 @@ class AsyncGrpcTransport:
             raise self._error(error, None) from None
         except grpc.aio.UsageError as error:
             raise lost(self._address, error) from None
+
+    def stream(self, request: InferRequest, deadline: float, ended: Callable[[], None]) -> AsyncGrpcAnswers:
+        """As `AsyncStreams.stream`."""
+        try:
+            call = self._stub.ModelStreamInfer(iter((encode_stream(request),)), timeout=_patience(deadline))
+        except grpc.aio.UsageError as error:
+            raise lost(self._address, error) from None
+        return AsyncGrpcAnswers(call, lambda error: self._error(error, None), ended)
 
     async def close(self) -> None:
         """As `AsyncTransport.close`."""

@@ -78,6 +78,11 @@ class Layout:
         return bool(self._places)
 
     @property
+    def placed(self) -> Iterable[str]:
+        """The outputs that the caller placed."""
+        return tuple(self._places)
+
+    @property
     def regions(self) -> Iterable[MappedRegion]:
         """The regions that a request uses."""
         refs = (*self._inputs.values(), *self._places.values())
@@ -106,10 +111,11 @@ class Layout:
             inputs.append(InputTensor(name, value.datatype, shape, data))
         return InferRequest(self.model, self.version, inputs, self._wanted(at.output_slot)), copied
 
-    def result(self, answer: InferAnswer, at: Position, copied: int) -> InferResult:
+    def result(self, answer: InferAnswer, at: Position, copied: int, *, partial: bool = False) -> InferResult:
         """The arrays of an answer; placed outputs are written where they belong, all or none of them.
 
-        Raises InferError when one has no room, or is not what was asked for. `copied`: bytes of inputs that travelled.
+        Raises InferError when one has no room, or is not what was asked for. `copied`: bytes of inputs that travelled;
+        `partial`: outputs may be missing.
         """
         copied += answer.copied
         parts = [(tensor, self._places.get(tensor.name)) for tensor in answer.outputs]
@@ -117,7 +123,7 @@ class Layout:
             _check_answer(tensor, ref)
         named = {tensor.name for tensor, _ in parts}
         for name in (*self._places, *(self.names or ())):
-            if name not in named:
+            if name not in named and not partial:
                 raise InferError(Code.INTERNAL, f"the server's answer has no output '{name}'")
         arrays = {}
         for tensor, ref in parts:

@@ -25,6 +25,7 @@ from clientlib.remote.core import Remote, closed, deadline_of, with_options
 from clientlib.remote.layout import Layout, Position
 from clientlib.remote.transport import InferAnswer, InferRequest, cancelled
 from clientlib.results import InferResult
+from clientlib.streams import Stream
 from clientlib.submission import NOT_CARRIED, check_all, check_options, deadline_ns_of
 from shm.errors import Code, InferError
 
@@ -122,6 +123,22 @@ class RemotePlan(StaysHere):
         request, at, copied = self._request(deadline_ns, input_slot, output_slot, options)
         return self._client.start(self, self._layout, request, at, copied, deadline_ns)
 
+    def stream(
+        self,
+        timeout: float | None = None,
+        input_slot: int = 0,
+        rows: int = 0,
+        priority: int = 0,
+        sequence_id: int = 0,
+        sequence_start: bool = False,
+        sequence_end: bool = False,
+    ) -> Stream:
+        """Send the request; iterate over what comes. As `Plan.stream`, and `RemoteClient.stream`."""
+        self._check()
+        deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
+        options = (rows, priority, sequence_id, sequence_start, sequence_end)
+        return Stream(self._client.source(self, self._layout, deadline_ns, input_slot, options))
+
     def release(self) -> None:
         """A later request raises InferError. Those in flight end as usual, results stay valid."""
         self._released = True
@@ -135,10 +152,13 @@ class RemotePlan(StaysHere):
     def _request(
         self, deadline_ns: int, input_slot: int, output_slot: int | None, options: tuple[int, int, int, bool, bool]
     ) -> tuple[InferRequest, Position, int]:
+        self._check()
+        return request_of(self._client.remote, self._layout, deadline_ns, input_slot, output_slot, options)
+
+    def _check(self) -> None:
         self._client.remote.check()
         if self._released:
             raise was_released()
-        return request_of(self._client.remote, self._layout, deadline_ns, input_slot, output_slot, options)
 
 
 def request_of(

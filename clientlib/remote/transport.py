@@ -31,7 +31,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, final
+from typing import Any, Protocol, final, runtime_checkable
 
 from clientlib.address import Address
 from shm.errors import Code, InferError
@@ -245,6 +245,50 @@ class AsyncTransport(Protocol):
 
     def leave_to_parent(self) -> None:
         """As `Transport.leave_to_parent`."""
+
+
+# --- several answers to one request, where the wire has them -------------------------------------------------------
+
+
+class Answers(Protocol):
+    """The answers to one request, for threads."""
+
+    def next(self) -> InferAnswer | None:
+        """Wait for the next one; None: that was the last. Raises the InferError that comes in its place."""
+
+    def cancel(self) -> bool:
+        """Ask for an early end; False when it has come. Does not wait; any thread, any time."""
+
+
+class AsyncAnswers(Protocol):
+    """The answers to one request, for an event loop. `final`: nothing follows what came last, as it said itself."""
+
+    final: bool
+
+    async def next(self) -> InferAnswer | None:
+        """As `Answers.next`. Cancelling the awaiting task cancels the request."""
+
+    def cancel(self) -> bool:
+        """As `Answers.cancel`, on the loop."""
+
+
+@runtime_checkable
+class Streams(Protocol):
+    """A transport for threads that carries several answers to a request."""
+
+    def stream(self, request: InferRequest, deadline: float, ended: Callable[[], None]) -> Answers:
+        """Send a request, whose data are not needed any more when this returns.
+
+        `ended` is called exactly once, from any thread, when it is over, unless this raises.
+        """
+
+
+@runtime_checkable
+class AsyncStreams(Protocol):
+    """The same for an event loop."""
+
+    def stream(self, request: InferRequest, deadline: float, ended: Callable[[], None]) -> AsyncAnswers:
+        """As `Streams.stream`."""
 
 
 # --- what all transports say the same way -------------------------------------------------------------------------

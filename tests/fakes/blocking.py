@@ -9,12 +9,22 @@ from typing import Any
 from clientlib.async_client import AsyncClient
 from clientlib.async_pending import AsyncPending
 from clientlib.async_plans import AsyncPlan
+from clientlib.async_streams import AsyncStream
 from clientlib.callable_model import AsyncModel
 from clientlib.region import AsyncRegion
 from clientlib.remote.async_client import AsyncRemoteClient
 from clientlib.remote.async_plans import AsyncRemotePending, AsyncRemotePlan
 
-KINDS = (AsyncClient, AsyncPlan, AsyncPending, AsyncModel, AsyncRemoteClient, AsyncRemotePlan, AsyncRemotePending)
+KINDS = (
+    AsyncClient,
+    AsyncPlan,
+    AsyncPending,
+    AsyncModel,
+    AsyncStream,
+    AsyncRemoteClient,
+    AsyncRemotePlan,
+    AsyncRemotePending,
+)
 
 
 class Blocking:
@@ -29,6 +39,19 @@ class Blocking:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._blocking(self.wrapped)(*args, **kwargs)
+
+    def __iter__(self) -> Blocking:
+        return self
+
+    def __next__(self) -> Any:
+        async def run() -> list[Any]:
+            async for value in self.wrapped:
+                return [value]
+            return []
+
+        if not (values := self.runner.run(run())):
+            raise StopIteration
+        return values[0]
 
     def _blocking(self, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ import asyncio
 import functools
 import shutil
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,13 +45,18 @@ output { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] }
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
 
 
-@pytest.fixture(scope="module")
-def streaming(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
-    root = models.write_repository(tmp_path_factory.mktemp("repository"), {"add1": models.add1()})
+def write_models(root: Path) -> None:
+    """The decoupled ones."""
     for name, config in (("repeat", REPEAT), ("square", SQUARE), ("acts", streaming_backend.CONFIG)):
         (root / name / "1").mkdir(parents=True)
         (root / name / "config.pbtxt").write_text(config)
     shutil.copy(streaming_backend.__file__, root / "acts" / "backend.py")
+
+
+@pytest.fixture(scope="module")
+def streaming(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+    root = models.write_repository(tmp_path_factory.mktemp("repository"), {"add1": models.add1()})
+    write_models(root)
     with Broker(root, tmp_path_factory.mktemp("run")) as broker:
         yield broker.ready()
 
