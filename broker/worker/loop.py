@@ -13,15 +13,16 @@ import time
 from collections.abc import Callable, Iterable
 from typing import final
 
+from broker.worker.batch import SHORT_NS, Batch, by_channel
 from broker.worker.execute import run_batch
 from broker.worker.hot_set import HotSet
 from broker.worker.intake import take_in, withdraw
 from broker.worker.model import LoadedModel
 from broker.worker.plans import Plan
-from broker.worker.scheduler import SHORT_NS, Batch, Refused, Scheduler
+from broker.worker.scheduler import Refused, Scheduler
 from broker.worker.turn import Turn
 from shm import statistics
-from shm.admission import EXPIRED, Publishes, Request
+from shm.admission import EXPIRED, Request
 from shm.errors import Code
 from shm.layout import TAIL
 from shm.recovery import Recovered
@@ -98,16 +99,16 @@ class Loop:
         """End steps that are still queued, from any thread: nobody wants what they would write."""
         self.end([r for r in requests if self.scheduler.remove(r)], Code.CANCELLED, "the request was cancelled")
 
-    def retire(self, model: LoadedModel) -> None:
-        """Close a model once it has nothing left to do."""
-        self.scheduler.retire(model)
+    def retire(self, model: LoadedModel, *, replaced: bool = False) -> None:
+        """Close a model once it has nothing left to do; of one that was replaced, sequences may go on."""
+        self.scheduler.retire(model, _now() if replaced else 0)
         self.ask_for_watch()
 
     def watch(self, now: int) -> None:
         """The control thread's look after the leader, every 10 ms while there is traffic."""
         self.turn.depose(now, DEPOSE_NS)
         streaming = self.scheduler.look_at_streams()
-        self.scheduler.close_retired()
+        self.scheduler.close_retired(now)
         if not streaming and self._quiet(now):
             self.busy = False
             if not self._quiet(now):  # traffic that came in between saw that somebody looks
@@ -342,8 +343,8 @@ class Loop:
 
     def _run(self, batch: Batch) -> None:
         requests = batch.requests
-        by_channel = _by_channel(requests)
-        for channel, own in by_channel:
+        groups = by_channel(requests)
+        for channel, own in groups:
             channel.start(own)
         if requests[0].attempts > 1:  # alone, as a suspect
             batch.instance.block[statistics.RETRIED] += 1
@@ -352,9 +353,9 @@ class Loop:
         if batch.instance.model.streams is not None:
             pass  # each ends when its model sends the final response
         elif order is not None and not batch.alone:
-            order.end(batch.number, by_channel)
+            order.end(batch.number, groups)
         else:
-            for channel, own in by_channel:
+            for channel, own in groups:
                 channel.complete(own)
         # Only now: with one instance, answers must not overtake each other, and a drain must not leave before them.
         self.scheduler.done(batch)
@@ -385,16 +386,3 @@ class Loop:
         self._block[statistics.IN_FLIGHT] = self.scheduler.in_flight()
         self._block[statistics.REFUSED] += sum(channel.unreported() for channel in self._set.hot)
         return self.scheduler.next_look()
-
-
-def _by_channel(requests: list[Request]) -> Iterable[tuple[Publishes, list[Request]]]:
-    first = requests[0].channel
-    for request in requests:
-        if request.channel is not first:
-            break
-    else:
-        return ((first, requests),)
-    groups: dict[Publishes, list[Request]] = {}
-    for request in requests:
-        groups.setdefault(request.channel, []).append(request)
-    return tuple(groups.items())

@@ -94,7 +94,7 @@ class ModelTable:
                 self._settle(plan)
         self._forget(plans)
         if old is not None and old is not model:
-            self._loop.retire(old)
+            self._loop.retire(old, replaced=True)
 
     def unload(self, name: str, version: int, plans: Plans) -> None:
         """Plans move to the version that is the latest now, or are closed; what is queued still runs."""

@@ -10,11 +10,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import final
 
+from broker.worker.batch import Batch
 from broker.worker.deadlines import Deadlines
 from broker.worker.model import MISSING, Instance, LoadedModel
-from broker.worker.plans import Plan
 from broker.worker.queues import Row
 from broker.worker.rate_limiter import Pool, RateLimiter, claims_of
+from broker.worker.sequences import Sequences
 from broker.worker.trim import trim
 from broker.worker.turn import Turn
 from shm import statistics
@@ -23,40 +24,7 @@ from shm.recovery import Recovered
 from shm.worker_channel import WorkerChannel
 
 Refused = tuple[Request, Verdict]  # how it is to end
-SHORT_NS = 200_000  # longer batches run without the lead: a hand-off between threads costs 10-20 µs
-
-
-@final
-class Batch:
-    """What one thread runs: requests of one model on one of its instances. `alone`: nothing else may run.
-
-    `rows` is what its queue gave: the requests, with None for empty slots of a sequence batch. `number`: its place
-    among the model's batches where answers keep their order (`broker.worker.in_order`).
-    """
-
-    __slots__ = ("alone", "instance", "number", "requests", "rows")
-
-    def __init__(
-        self, instance: Instance, requests: list[Request], rows: Sequence[Row] = (), *, alone: bool = False
-    ) -> None:
-        self.instance = instance
-        self.requests = requests
-        self.rows = rows
-        self.alone = alone
-        order = instance.model.in_order
-        self.number = 0 if order is None or alone else order.begin()
-
-    def short(self) -> bool:
-        """Is this known to be over sooner than a hand-off is worth? Unmeasured is long."""
-        if self.alone:
-            return False
-        request = self.requests[0]
-        if len(self.requests) == 1 and isinstance(request.plan, Plan):
-            key = (self.instance.number, request.input_position, request.output_position, request.rows)
-            execution = request.plan.bindings.get(key)
-            return execution is not None and 0 < execution.typical_ns < SHORT_NS
-        rows = sum(request.rows for request in self.requests)
-        return 0 < self.instance.typical.get(rows, 0) < SHORT_NS
+SEQUENCES_NS = 30_000_000_000  # how long sequences of a model that was replaced may go on
 
 
 @final
@@ -101,8 +69,10 @@ class Scheduler:
         listed = None
         timed = False
         for request in requests:
-            model = request.plan.model  # type: ignore[union-attr]
+            model: LoadedModel = request.plan.model  # type: ignore[union-attr]
             verdict = model.closed or model.queue.add(request, request.arrival)
+            if verdict is not None and self.retired and (old := self._predecessor(request, model)) is not None:
+                model, verdict = old, old.queue.add(request, request.arrival)
             if verdict is not None:
                 refused.append((request, verdict))
                 continue
@@ -115,6 +85,18 @@ class Scheduler:
         if timed:
             self._look_at_times()
         return refused
+
+    def _predecessor(self, request: Request, model: LoadedModel) -> LoadedModel | None:
+        """The model that `model` replaced, if this request goes on with a sequence there."""
+        for old in self.retired:
+            same = (old.name, old.version, old.config.input, old.config.output)
+            if (
+                isinstance(old.queue, Sequences)
+                and old.queue.continues(request)
+                and same == (model.name, model.version, model.config.input, model.config.output)
+            ):
+                return old
+        return None
 
     def _note(self, request: Request) -> None:
         self._requests += 1
@@ -337,9 +319,14 @@ class Scheduler:
             self.serving = tuple(models)
             self.timed += [model for model in models if model.timed and model not in self.timed]
 
-    def retire(self, model: LoadedModel) -> None:
-        """The model gets no new requests; what it has still runs, then `close_retired` gives its memory back."""
+    def retire(self, model: LoadedModel, replaced_at: int = 0) -> None:
+        """The model gets no new requests; what it has still runs, then `close_retired` gives its memory back.
+
+        `replaced_at`: its sequences may go on for a while, until they end or time out.
+        """
         with self.lock:
+            if replaced_at and isinstance(model.queue, Sequences):
+                model.queue.drain(replaced_at + SEQUENCES_NS)
             self.retired.append(model)
 
     def look_at_streams(self) -> bool:
@@ -367,7 +354,7 @@ class Scheduler:
             if len(model.instances) > count and model not in self.shrinking:
                 self.shrinking.append(model)
 
-    def close_retired(self) -> None:
+    def close_retired(self, now: int = 0) -> None:
         """Close the retired models that have nothing left to do, and instances that are too many."""
         if not (self.retired or self.shrinking):
             return
@@ -375,7 +362,7 @@ class Scheduler:
             surplus = [instance for model in self.shrinking for instance in model.surplus()]
             self.shrinking = [model for model in self.shrinking if len(model.instances) > model.count]
             wanted = [request.plan.model for request in self.suspects]  # type: ignore[union-attr]
-            done = [m for m in self.retired if not (len(m.queue) or m.pins) and m not in wanted and _claim(m)]
+            done = [m for m in self.retired if not _needed(m, now) and m not in wanted and _claim(m)]
             self.retired = [m for m in self.retired if m not in done]
             self.timed = [m for m in self.timed if m not in done]
         for instance in surplus:
@@ -386,6 +373,12 @@ class Scheduler:
             model.close()
         if done or surplus:
             trim()
+
+
+def _needed(model: LoadedModel, now: int) -> bool:
+    """Does it have work, or will it have?"""
+    queue = model.queue
+    return bool(len(queue) or model.pins or (isinstance(queue, Sequences) and queue.goes_on(now)))
 
 
 def _claim(model: LoadedModel) -> bool:

@@ -19,6 +19,7 @@ from shm.admission import Request, Verdict
 from shm.errors import Code, InferError
 from shm.layout import SEQUENCE_END, SEQUENCE_START
 
+CANCELLED: Final[Verdict] = (Code.CANCELLED, "a step of its sequence was cancelled")
 EXPIRED: Final[Verdict] = (Code.UNAVAILABLE, "timeout of the corresponding sequence has been expired")
 STOPPING: Final[Verdict] = (
     Code.UNAVAILABLE,
@@ -48,7 +49,7 @@ class _Line:
         return bool(self.queue) and self.running is None
 
 
-class _Sequences:
+class Sequences:
     """Slots, backlog and time-outs, the same in both strategies."""
 
     pinned = True
@@ -66,9 +67,9 @@ class _Sequences:
         self._backlog: OrderedDict[_Line, None] = OrderedDict()
         self._patience: dict[_Line, int] = {}  # when those in the backlog end that have a request with a deadline
         self._quiet: OrderedDict[_Line, None] = OrderedDict()  # those that can time out, the longest idle first
-        self._dropped: list[tuple[Request, Verdict]] = []  # they leave by `late`
+        self._dropped: dict[Request, Verdict] = {}  # they leave by `late`
         self._waiting = 0
-        self._draining = False
+        self._until = 0  # draining: when it is over
         self.late_at = 0
         self._hold = (delay, backlog_delay)  # TRITONSERVER_DELAY_SCHEDULER, TRITONSERVER_BACKLOG_DELAY_SCHEDULER
 
@@ -126,13 +127,21 @@ class _Sequences:
                 f"inference request for sequence {request.sequence_id} {to_model} the START flag on the first request"
                 " of the sequence"
             )
-        if self._draining:
+        if self._until:
             return STOPPING
         return None
 
-    def drain(self) -> None:
-        """New sequences are refused from now on; those that run may continue until END or time-out."""
-        self._draining = True
+    def drain(self, until: int) -> None:
+        """New sequences are refused from now on; those that run may continue until END, time-out, or `until`."""
+        self._until = until
+
+    def continues(self, request: Request) -> bool:
+        """Is it a further step of a sequence that runs here, while this is draining?"""
+        return request.arrival < self._until and not request.flags & SEQUENCE_START and _key(request) in self._live
+
+    def goes_on(self, now: int) -> bool:
+        """May sequences continue here although this is draining?"""
+        return now < self._until and bool(self._live)
 
     def due(self) -> int:
         """When a batch that waits for more requests goes as it is."""
@@ -163,13 +172,18 @@ class _Sequences:
         self._look()
 
     def remove(self, request: Request) -> bool:
-        """Drop a request that waits. Without its START the rest of a sequence would run on another's state: it ends."""
+        """Drop a request that waits. A sequence ends with its START, and as in Triton with a step that is cancelled."""
+        if self._dropped.pop(request, None) is not None:
+            self._look()
+            return True
         line = self._lines.get(request)
         if line is None or line.running is request:
             return False
         del line.queue[request], self._lines[request]
         self._waiting -= 1
-        if request.flags & SEQUENCE_START:
+        if request.ended == Code.CANCELLED:
+            self._end(line, CANCELLED)
+        elif request.flags & SEQUENCE_START:
             self._end(line, EXPIRED)
         else:
             self._settle(line)
@@ -185,9 +199,9 @@ class _Sequences:
             if now - line.last < self._idle:
                 break
             self._end(line, EXPIRED)
-        dropped, self._dropped = self._dropped, []
+        dropped, self._dropped = self._dropped, {}
         self._look()
-        return dropped
+        return list(dropped.items())
 
     def _heads(self) -> list[Request]:
         lines = [line for slots in self._slots for line in slots if line is not None and line.ready()]
@@ -229,7 +243,7 @@ class _Sequences:
         """The sequence is over; what runs of it frees the slot when it ends."""
         for request in line.queue:
             del self._lines[request]
-            self._dropped.append((request, verdict))
+            self._dropped[request] = verdict
         self._waiting -= len(line.queue)
         line.queue.clear()
         if self._live.get(line.key) is line:
@@ -267,7 +281,7 @@ class _Sequences:
 
 
 @final
-class DirectSequences(_Sequences):
+class DirectSequences(Sequences):
     """A sequence keeps one row of one instance's batches; rows that have nothing to do are None."""
 
     def take(self, now: int, instance: int = 0, most: int = 0) -> Rows[Row]:
@@ -293,7 +307,7 @@ class DirectSequences(_Sequences):
 
 
 @final
-class OldestSequences(_Sequences):
+class OldestSequences(Sequences):
     """Requests of different candidate sequences of an instance share batches, the oldest first."""
 
     def __init__(

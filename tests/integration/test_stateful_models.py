@@ -17,7 +17,7 @@ from tritonclient.utils import InferenceServerException
 
 import clientlib
 from tests.fakes import models
-from tests.fakes.broker import Broker
+from tests.fakes.broker import Broker, eventually
 from tests.fakes.gateways import Gateway, url_of
 
 INITIAL = 100.0
@@ -242,3 +242,44 @@ def test_idle_sequences_give_their_slots_to_those_that_wait(broker, connect, mod
         assert busy.step(6, 0)["y"] == [6]
     with pytest.raises(clientlib.InferError, match="must specify the START flag"):
         client.step(5, 0)
+
+
+def test_sequences_go_on_while_their_model_is_replaced(tmp_path: Path) -> None:
+    root = tmp_path / "repository"
+    models.write_model(root, "m", accumulate(), config=configuration("direct"))
+    with Broker(root, tmp_path / "run", "--model-control-mode=explicit", "--load-model=m") as broker:
+        broker.ready()
+        control = clientlib.connect(f"ipc://{broker.directory}")
+        old, new = Native(broker, "m"), Native(broker, "m")
+        assert old.step(1, 1.0, start=True)["y"] == [1.0]
+        control.load("m")
+        assert old.step(1, 2.0)["y"] == [3.0], "its state is that of the model it began with"
+        assert new.step(1, 5.0, start=True)["y"] == [5.0]
+        control.load("m")
+        assert new.step(1, 1.0)["y"] == [6.0]
+        assert old.step(1, 1.0, end=True)["y"] == [4.0]
+        assert old.step(1, 7.0, start=True, end=True)["y"] == [7.0]
+        assert new.step(1, 1.0, end=True)["y"] == [7.0]
+        control.unload("m")
+        eventually(lambda: "successfully unloaded 'm' version 1" in broker.log(), "nothing of it is left")
+        for each in (old, new, control):
+            each.close()
+
+
+def test_a_cancelled_step_ends_its_sequence(tmp_path: Path) -> None:
+    root = tmp_path / "repository"
+    models.write_model(root, "m", accumulate(), config=configuration("oldest").replace("2000", "60000000"))
+    with Broker(root, tmp_path / "run") as broker, clientlib.connect(f"ipc://{broker.ready().directory}") as client:
+        region = client.create_region("x", 64)
+        plan = client.prepare("m", {"x": region.tensor((1, 1), "FP32")})
+        first, second, third = (
+            plan.submit(sequence_id=1, sequence_start=start, sequence_end=end)
+            for start, end in ((True, False), (False, False), (False, True))
+        )
+        second.cancel()
+        for pending in (first, second, third):
+            with pytest.raises(clientlib.InferError) as ended:
+                pending.result(30)
+            assert ended.value.code == "CANCELLED"
+        with pytest.raises(clientlib.InferError, match="must specify the START flag"):
+            plan.infer(sequence_id=1)

@@ -13,8 +13,9 @@ from broker.flags import Given, UsageError
 from broker.rate_limit_flags import rate_limit
 from broker.repository.config import InstanceGroup
 from broker.repository.scheduling import Allowance, Resource
+from broker.worker.batch import Batch
 from broker.worker.rate_limiter import Claim, RateLimiter, claims_of
-from broker.worker.scheduler import Batch, Scheduler
+from broker.worker.scheduler import Scheduler
 from broker.worker.turn import Turn
 from shm.errors import InferError
 from tests.unit.test_scheduler import Models, add, request

@@ -9,8 +9,9 @@ import pytest
 from broker.repository.config import InstanceGroup, ModelConfig
 from broker.repository.scheduling import DynamicBatching
 from broker.worker.backends import Binding, Context
+from broker.worker.batch import SHORT_NS
 from broker.worker.model import MISSING, LoadedModel, instance_count
-from broker.worker.scheduler import SHORT_NS, Scheduler
+from broker.worker.scheduler import Scheduler
 from broker.worker.turn import Turn
 from shm import statistics
 from shm.admission import EXPIRED

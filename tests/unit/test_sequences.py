@@ -177,7 +177,7 @@ def test_new_sequences_are_refused_while_those_that_run_end() -> None:
     queue = direct()
     queue.add(request(1, START), 1)
     queue.done(0, queue.take(1))
-    queue.drain()
+    queue.drain(10)
     assert queue.add(request(2, START), 2) == STOPPING
     assert queue.add(request(1, END), 2) is None
     assert [row and row.sequence_id for row in queue.take(2)] == [1]
@@ -259,3 +259,73 @@ def test_equal_ids_of_two_clients_are_two_sequences():
     code, text = queue.add(stray, 1)
     assert code == Code.INVALID_ARG
     assert "must specify the START flag" in text
+
+
+@pytest.mark.parametrize("kind", ["direct", "oldest"])
+@pytest.mark.parametrize("at", ["slot", "backlog", "behind a run"])
+def test_a_cancelled_step_ends_its_sequence(kind: str, at: str) -> None:
+    oldest = OldestSequences("m", SequenceBatching(oldest=True, max_candidate_sequences=1), 1, 1)
+    queue = direct(1) if kind == "direct" else oldest
+    other = []
+    if at == "backlog":
+        other = [request(9, START | END)]
+        queue.add(other[0], 1)
+    steps = [request(1, START), request(1), request(1), request(1, END)]
+    for step in steps:
+        queue.add(step, 1)
+    running = queue.take(1) if at == "behind a run" else ()
+    cancelled = steps[2]
+    cancelled.ended = Code.CANCELLED
+    assert queue.remove(cancelled)
+    rest = [step for step in steps if step is not cancelled and step not in running]
+    assert queue.late_at == 1
+    assert [(each, verdict[0]) for each, verdict in queue.late(2)] == [(each, Code.CANCELLED) for each in rest]
+    assert queue.add(request(1), 3) is not None, "nobody knows the sequence any more"
+    queue.done(0, running)
+    queue.add(request(2, START), 4)
+    assert [row and row.sequence_id for row in queue.take(4)] == [9 if other else 2]
+
+
+def test_what_follows_a_cancelled_step_may_be_cancelled_itself() -> None:
+    queue = direct(1)
+    steps = [request(1, START), request(1), request(1)]
+    for step in steps:
+        queue.add(step, 1)
+    for step in reversed(steps):
+        step.ended = Code.CANCELLED
+        assert queue.remove(step)
+        assert not queue.remove(step)
+    assert queue.late(2) == []
+    assert not len(queue)
+
+
+def test_a_sequence_goes_on_without_a_step_whose_deadline_has_passed() -> None:
+    queue = direct(1)
+    first, second, third = request(1, START), request(1, deadline=5), request(1, END)
+    for step in (first, second, third):
+        queue.add(step, 1)
+    assert queue.remove(second)
+    assert queue.late(6) == []
+    assert list(queue.take(6)) == [first]
+    queue.done(0, [first])
+    assert list(queue.take(6)) == [third]
+
+
+def test_how_long_the_sequences_of_a_replaced_model_go_on() -> None:
+    queue = direct(2)
+    for number in (1, 2):
+        queue.add(request(number, START), 1)
+    queue.done(0, queue.take(1))
+    assert not queue.continues(request(1))
+    assert not queue.goes_on(1)
+    queue.drain(100)
+    assert queue.continues(request(1, now=99))
+    assert not queue.continues(request(1, now=100))
+    assert not queue.continues(request(1, START, now=50))
+    assert not queue.continues(request(3, now=50))
+    assert queue.goes_on(99)
+    assert not queue.goes_on(100)
+    for number in (1, 2):
+        assert queue.goes_on(50)
+        queue.add(request(number, END, now=50), 50)
+    assert not queue.goes_on(51)

@@ -1,0 +1,60 @@
+"""What one thread runs at a time. Made by `broker.worker.scheduler`, run by `broker.worker.loop`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import final
+
+from broker.worker.model import Instance
+from broker.worker.plans import Plan
+from broker.worker.queues import Row
+from shm.admission import Publishes, Request
+
+SHORT_NS = 200_000  # longer batches run without the lead: a hand-off between threads costs 10-20 µs
+
+
+@final
+class Batch:
+    """What one thread runs: requests of one model on one of its instances. `alone`: nothing else may run.
+
+    `rows` is what its queue gave: the requests, with None for empty slots of a sequence batch. `number`: its place
+    among the model's batches where answers keep their order (`broker.worker.in_order`).
+    """
+
+    __slots__ = ("alone", "instance", "number", "requests", "rows")
+
+    def __init__(
+        self, instance: Instance, requests: list[Request], rows: Sequence[Row] = (), *, alone: bool = False
+    ) -> None:
+        self.instance = instance
+        self.requests = requests
+        self.rows = rows
+        self.alone = alone
+        order = instance.model.in_order
+        self.number = 0 if order is None or alone else order.begin()
+
+    def short(self) -> bool:
+        """Is this known to be over sooner than a hand-off is worth? Unmeasured is long."""
+        if self.alone:
+            return False
+        request = self.requests[0]
+        if len(self.requests) == 1 and isinstance(request.plan, Plan):
+            key = (self.instance.number, request.input_position, request.output_position, request.rows)
+            execution = request.plan.bindings.get(key)
+            return execution is not None and 0 < execution.typical_ns < SHORT_NS
+        rows = sum(request.rows for request in self.requests)
+        return 0 < self.instance.typical.get(rows, 0) < SHORT_NS
+
+
+def by_channel(requests: list[Request]) -> Iterable[tuple[Publishes, list[Request]]]:
+    """The requests of each channel, in their order."""
+    first = requests[0].channel
+    for request in requests:
+        if request.channel is not first:
+            break
+    else:
+        return ((first, requests),)
+    groups: dict[Publishes, list[Request]] = {}
+    for request in requests:
+        groups.setdefault(request.channel, []).append(request)
+    return tuple(groups.items())
