@@ -40,6 +40,7 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.latency
 	$(BIN)/python -m bench.throughput
 	$(BIN)/python -m bench.control
+	$(BIN)/python -m bench.ensembles
 	$(BIN)/python -m bench.hop
 
 clean:

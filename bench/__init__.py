@@ -2,6 +2,7 @@
 
     latency     what does a request cost over calling the model in one's own process?
     throughput  how many requests per second, and does dynamic batching keep up with the best batch in-process?
+    ensembles   what do the steps of an ensemble cost over calling its members one after another?
     control     what do loads, reloads and unloads cost those who ask for inference, and is the memory back?
     hop         what do the transports between two processes cost by themselves?
 

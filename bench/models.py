@@ -8,7 +8,7 @@ constant weights that ship with the package `onnx`: good for speed, useless for 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +29,7 @@ class Model:
 
     `group`: of the worker, "" for the one that most models share. `source` names the graph, which several models may
     serve in different ways. `row` and `output_row` are the shapes without the batch dimension; identity and head take
-    any row of one dimension.
+    any row of one dimension. `steps`: an ensemble of so many of the model `source`, each on what the one before wrote.
     """
 
     name: str
@@ -42,6 +42,7 @@ class Model:
     queue_delay_us: int = 0
     instances: int = 1
     group: str = ""
+    steps: int = 0
 
     @property
     def input(self) -> str:
@@ -54,6 +55,8 @@ class Model:
     @property
     def config(self) -> str:
         """config.pbtxt, without what the broker completes from the file."""
+        if self.steps:
+            return self._ensemble()
         threads = f'key: "intra_op_thread_count" value {{ string_value: "{self.threads}" }}'
         lines = [f"max_batch_size: {self.max_batch_size}", f"parameters {{ {threads} }}"]
         if self.group:
@@ -64,13 +67,28 @@ class Model:
             lines.append(f"instance_group {{ count: {self.instances} kind: KIND_CPU }}")
         return "\n".join(lines) + "\n"
 
+    def _ensemble(self) -> str:
+        tensors = [self.input, *(f"t{at}" for at in range(1, self.steps)), self.output]
+        lines = [f'platform: "ensemble" max_batch_size: {self.max_batch_size}']
+        for kind, name in (("input", self.input), ("output", self.output)):
+            lines.append(f'{kind} {{ name: "{name}" data_type: TYPE_FP32 dims: [ -1 ] }}')
+        steps = []
+        for at in range(self.steps):
+            steps.append(
+                f'{{ model_name: "{self.source}" model_version: -1'
+                f' input_map {{ key: "{self.input}" value: "{tensors[at]}" }}'
+                f' output_map {{ key: "{self.output}" value: "{tensors[at + 1]}" }} }}'
+            )
+        return "\n".join([*lines, f"ensemble_scheduling {{ step [ {', '.join(steps)} ] }}"]) + "\n"
+
 
 def write_repository(root: Path, models: Iterable[Model]) -> Path:
     """A repository in Triton's layout."""
     for model in models:
         version = root / model.name / "1"
         version.mkdir(parents=True)
-        onnx.save(model.proto, version / "model.onnx")
+        if not model.steps:
+            onnx.save(model.proto, version / "model.onnx")
         (root / model.name / "config.pbtxt").write_text(model.config)
     return root
 
@@ -79,6 +97,11 @@ def identity(elements: int, name: str = "identity", max_batch_size: int = 1) -> 
     """y = x, one copy by the runtime."""
     proto = _build([helper.make_node("Identity", ["x"], ["y"])], "n", "n", {})
     return Model(name, "identity", proto, (elements,), (elements,), max_batch_size=max_batch_size)
+
+
+def chain(steps: int) -> Model:
+    """An ensemble of identities, served as `identity` is."""
+    return replace(identity(0), name=f"chain_{steps}", steps=steps)
 
 
 def head(elements: int) -> Model:

@@ -10,7 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,7 +31,6 @@ Submit = Callable[[list[Request]], None]
 _now = time.monotonic_ns
 
 
-@final
 class Run:
     """Implements `shm.admission.Publishes` for its steps. While it lasts it is its request's `sequence`."""
 
@@ -288,14 +287,16 @@ class Run:
         reshape = model.reshapes.get(tensor.name)
         shape = value.shape if reshape is None else reshape.to_client(tensor.name, value.shape)
         wanted = tensor.shape_of(request.rows)
-        shape = fitted(shape, wanted) or shape
+        if shape != wanted:
+            shape = fitted(shape, wanted) or shape
         if shape != wanted and not tensor.open:
             raise not_fitting(tensor.name, shape, model.name, wanted)
-        if value.byte_size > tensor.place.byte_size and not tensor.make_room(value.byte_size):
+        size = value.byte_size
+        if not (tensor.open and tensor.make_room(size)) and size > tensor.place.byte_size:
             raise InferError(
                 Code.INVALID_ARG,
                 f"shared memory size specified with the request for output '{tensor.name}'"
-                f" ({tensor.place.byte_size} bytes) should be at least {value.byte_size} bytes to hold the results",
+                f" ({tensor.place.byte_size} bytes) should be at least {size} bytes to hold the results",
             )
         return shape
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from broker.repository.config import TensorConfig
 from broker.repository.scheduling import Step
 from broker.worker.ensemble_memory import Prepared, Shape, Value, fitted, not_fitting, of_client, private
 from broker.worker.messages import BindPlan, PlanTensor
@@ -38,11 +39,13 @@ def plan_of(asked: Asked, step: Step, member: LoadedModel, values: dict[str, Val
     """
     config = member.config
     inputs, rows = _inputs(step, member, values, asked.request.rows or 1)
+    sizes = _sizes(member, inputs)
     outputs: dict[str, Value] = {}
     for tensor in config.output:
         name = step.output_map.get(tensor.name)
         if name is not None and name in asked.prepared.needed.wanted:
-            shape = (rows, *tensor.dims) if config.max_batch_size else tensor.dims
+            shape = _shape(tensor, sizes)
+            shape = (rows, *shape) if config.max_batch_size else shape
             outputs[tensor.name] = asked.prepared.places[name] = _place(asked, name, tensor.datatype, shape)
     return _plan(asked.plan, step, inputs, outputs, rows)
 
@@ -80,6 +83,25 @@ def _inputs(step: Step, member: LoadedModel, values: dict[str, Value], rows: int
     return inputs, rows
 
 
+def _sizes(member: LoadedModel, inputs: dict[str, Value]) -> dict[str, int]:
+    """Of the dimensions that the model's file has names for, as the inputs have them: only where they agree."""
+    sizes: dict[str, int] = {}
+    torn: set[str] = set()
+    for tensor in member.config.input:
+        if tensor.name in inputs:
+            shape = inputs[tensor.name].shape
+            for symbol, size in zip(tensor.symbols, shape[-len(tensor.dims) :], strict=False):
+                if symbol and sizes.setdefault(symbol, size) != size:
+                    torn.add(symbol)
+    return {symbol: size for symbol, size in sizes.items() if symbol not in torn}
+
+
+def _shape(tensor: TensorConfig, sizes: dict[str, int]) -> Shape:
+    """An output's, without batch dimension, -1 where only the run will tell."""
+    symbols = tensor.symbols if len(tensor.symbols) == len(tensor.dims) else ("",) * len(tensor.dims)
+    return tuple(sizes.get(symbol, -1) if dim == -1 else dim for dim, symbol in zip(tensor.dims, symbols, strict=True))
+
+
 def _place(asked: Asked, name: str, datatype: str, shape: Shape) -> Value:
     """The client's own range where its size is certain and it lies well, else memory of this worker.
 
@@ -88,9 +110,12 @@ def _place(asked: Asked, name: str, datatype: str, shape: Shape) -> Value:
     request = asked.request
     if asked.ensemble.cached is None and -1 not in shape:
         for tensor in asked.plan.outputs:
-            if tensor.name != name or tensor.open or not tensor.aligned or tensor.datatype != datatype:
+            if tensor.name != name or not tensor.aligned or tensor.datatype != datatype or datatype == datatypes.BYTES:
                 continue
-            if shape == asked.ensemble.shape(name, tensor.shape_of(request.rows)):
+            size = datatypes.byte_size(datatype, list(shape))
+            if tensor.open and (tensor.make_room(size) or size <= tensor.place.byte_size):
+                return of_client(tensor, request.output_position, 0, shape)._replace(byte_size=size)
+            if not tensor.open and shape == asked.ensemble.shape(name, tensor.shape_of(request.rows)):
                 return of_client(tensor, request.output_position, request.rows, shape)
     return private(datatype, shape)
 

@@ -103,6 +103,16 @@ def test_throughput_holds_every_row(tmp_path: Path) -> None:
     assert tables["networks"]["squeezenet, 8 clients, batches ≤ 4"]["batch"] > 1
 
 
+def test_ensembles_hold_every_row_and_copy_nothing(tmp_path: Path) -> None:
+    _, tables = run("ensembles", tmp_path)
+    rows = tables["ensembles"]
+    assert set(rows) == {f"{steps} steps, {place}" for steps in (2, 3) for place in (*PLACES, "1 MiB")}
+    assert {row: medians["copied"] for row, medians in rows.items()} == dict.fromkeys(rows, 0)
+    for medians in rows.values():
+        assert medians["one by one"] > 0
+        assert medians["floor p50"] > 0
+
+
 def test_model_control_fails_no_request(tmp_path: Path) -> None:
     _, tables = run("control", tmp_path)
     assert set(tables) == {"beside", "reloads", "memory", "lone"}

@@ -124,6 +124,9 @@ def write_ensembles(root: Path) -> None:
     ensemble(root, "texts", ["IN STRING -1"], ["OUT STRING -1"], step("text", x, "y=mid"), step("text", "x=mid", y))
     steps = (step("nonzero", "x=IN", "y=where"), step("gather", "index=where", "y=OUT"))
     ensemble(root, "unknown", ["IN FP32 -1"], ["where INT64 1,-1", "OUT FP32 1,-1,4"], *steps, batch=0)
+    ensemble(root, "found", ["IN FP32 -1"], ["where INT64 1,-1"], step("nonzero", "x=IN", "y=where"), batch=0)
+    steps = (step("found", "IN=IN", "where=where"), step("gather", "index=where", "y=OUT"))
+    ensemble(root, "unknown_inside", ["IN FP32 -1"], ["where INT64 1,-1", "OUT FP32 1,-1,4"], *steps, batch=0)
     steps = (step("ints", "INPUT0=IN", "OUTPUT0=mid"), step("sums", "INPUT=mid", "OUTPUT=OUT"))
     ensemble(root, "stateful", ["IN INT32 1"], ["OUT INT32 1"], *steps)
     one = step("optional", "INPUT0=IN INPUT1=MORE", "OUTPUT0=mid OUTPUT1=SECOND")
@@ -182,10 +185,11 @@ def test_strings_of_any_length(client):
         assert found.tolist() == x.tolist()
 
 
-def test_shapes_that_only_a_run_tells(client):
+@pytest.mark.parametrize("name", ["unknown", "unknown_inside"])
+def test_shapes_that_only_a_run_tells(client, name):
     for values in ([0, 1, 1, 0, 1], [1], [1] * 50, [0, 1]):
         x = np.array(values, np.float32)
-        found = client.infer("unknown", {"IN": x}, timeout=30)
+        found = client.infer(name, {"IN": x}, timeout=30)
         where = np.flatnonzero(x)
         assert found["where"].tolist() == [where.tolist()]
         assert found["OUT"].tolist() == [[[float(at)] * 4 for at in where]]
