@@ -1,7 +1,9 @@
 """Answers in the order in which requests were taken from the queue (`preserve_ordering`), over several instances.
 
 One per model version that asks for it; `broker.worker.scheduler` numbers batches, `broker.worker.loop` publishes. A
-client's requests leave the queue as they came, so its answers do, too.
+client's requests leave the queue as they came, so its answers do, too. As in Triton, what ends without having run
+(refused, expired, cancelled) is answered at once. Sequences need none of this: an instance runs one batch at a time,
+and the order that `oldest` can be told to keep is that of an instance.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ Endings = Iterable[tuple[Publishes, list[Request]]]
 class InOrder:
     """What has run early waits here until everything before it is published."""
 
-    __slots__ = ("_begun", "_lock", "_next", "_waiting")
+    __slots__ = ("_begun", "_lock", "_next", "_publishing", "_waiting")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._begun = 0
         self._next = 0
+        self._publishing = False  # by one thread at a time: two must not swap places
         self._waiting: dict[int, Endings] = {}
 
     def begin(self) -> int:
@@ -35,9 +38,20 @@ class InOrder:
 
     def end(self, number: int, endings: Endings) -> None:
         """The batch has run: publish it, and those that waited for it, or leave that to who runs an earlier one."""
-        with self._lock:  # also while publishing: two threads must not swap places
+        with self._lock:
             self._waiting[number] = endings
-            while (ready := self._waiting.pop(self._next, None)) is not None:
+            if self._publishing:
+                return
+            self._publishing = True
+        while (ready := self._take_next()) is not None:
+            for channel, requests in ready:  # without the lock: whoever ends a batch meanwhile goes on
+                channel.complete(requests)
+
+    def _take_next(self) -> Endings | None:
+        with self._lock:
+            ready = self._waiting.pop(self._next, None)
+            if ready is None:
+                self._publishing = False
+            else:
                 self._next += 1
-                for channel, requests in ready:
-                    channel.complete(requests)
+            return ready

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import pytest
 
@@ -39,3 +40,35 @@ def test_whatever_ends_when_the_order_is_kept(seed):
     for number, item in running:
         order.end(number, [(channels[item % 2], [item])])
     assert [channel.published for channel in channels] == [list(range(0, 200, 2)), list(range(1, 200, 2))]
+
+
+def test_who_ends_a_batch_while_another_is_published_does_not_wait():
+    order, later = InOrder(), Channel()
+
+    class Slow(Channel):
+        def complete(self, requests):
+            order.end(third, [(later, ["c"])])  # by another thread, meanwhile
+            assert later.published == []
+            order.end(second, [(later, ["b"])])
+            super().complete(requests)
+
+    first, second, third = (order.begin() for _ in range(3))
+    slow = Slow()
+    order.end(first, [(slow, ["a"])])
+    assert slow.published == ["a"]
+    assert later.published == ["b", "c"]
+
+
+def test_threads_keep_the_order():
+    order, channel = InOrder(), Channel()
+    numbers = [order.begin() for _ in range(2000)]
+    random.Random(1).shuffle(numbers)
+    threads = [
+        threading.Thread(target=lambda own: [order.end(n, [(channel, [n])]) for n in own], args=(numbers[at::8],))
+        for at in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert channel.published == sorted(numbers)
