@@ -195,7 +195,8 @@ class Inference:
             raise one_answer_only(transport)
         try:
             if not entry.targets:
-                self.plans.grow_if_crowded(entry)
+                if entry.tight:
+                    await self._grow(entry, deadline_ns)
                 return response_of(entry, request, await self._submit(entry, request, deadline_ns))
             if entry.direct:
                 result = await self._run_direct(entry, request, deadline_ns)
@@ -203,12 +204,17 @@ class Inference:
                     return response_of(entry, request, result)
                 key = ("copy", key)
                 entry = await self._entry(key, request, resolved, deadline_ns, direct=False)
-            self.plans.grow_if_crowded(entry)
+            if entry.tight:
+                await self._grow(entry, deadline_ns)
             return await self._run_and_copy(entry, request, deadline_ns)
         except InferError as error:
             if is_gone(error):
                 self.plans.drop(key, entry)
             raise
+
+    async def _grow(self, entry: Entry, deadline_ns: int) -> None:
+        async with _until(deadline_ns):
+            await self.plans.grow(entry)
 
     async def _entry(
         self, key: Hashable, request: InferRequest, resolved: _Resolved, deadline_ns: int, *, direct: bool = True
@@ -285,7 +291,11 @@ class Inference:
         values, inline = self._values(entry, request)
         sequence = correlation.sequence_of(request) if request.sequence_id else correlation.NO_SEQUENCE
         timeout_ns = _queue_timeout_ns(request, deadline_ns)
-        result = await entry.plan.infer_arrays(values, deadline_ns, _priority(request), sequence, timeout_ns)
+        entry.inside += 1
+        try:
+            result = await entry.plan.infer_arrays(values, deadline_ns, _priority(request), sequence, timeout_ns)
+        finally:
+            entry.inside -= 1
         if result.copied_here > inline:
             self._copied("kept_output", result.copied_here - inline)
         return result

@@ -47,7 +47,8 @@ class Entry:
     """A plan and what a request needs beside it.
 
     `outputs`: name and datatype in the order of the answer. `targets`: those outputs that go to regions. `direct`: the
-    model writes these itself; else the result is made in the gateway's memory and copied. `small`: it has two places.
+    model writes these itself; else the result is made in the gateway's memory and copied. `small`: it has two places;
+    `growing`: it is getting more. `inside`: requests that have or want a place.
     `decoupled`: there may be any number of responses to a request, which come one by one.
     `text_id`: the sequence id is an input, the last one.
     `labels`: the class names of outputs that have some, as the last request that asked for classes found them.
@@ -58,6 +59,8 @@ class Entry:
         "byte_size",
         "decoupled",
         "direct",
+        "growing",
+        "inside",
         "labels",
         "outputs",
         "plan",
@@ -88,11 +91,20 @@ class Entry:
         self.decoupled = model.decoupled
         self.direct = direct
         self.small = True
+        self.growing: asyncio.Task[None] | None = None
+        self.inside = 0
         self.text_id = text_id
         self.labels: Mapping[str, Sequence[bytes]] = {}
         # In one order for everybody, so that no two requests wait for each other.
         places = sorted({(t.alias.number, t.offset): t for t in targets.values()}.items(), key=lambda item: item[0])
         self.turns = tuple(target.alias.turn(target.offset) for _, target in places)
+
+    @property
+    def tight(self) -> bool:
+        """Must one more request wait for a place, although there could be more of them?"""
+        if not self.small:
+            return self.growing is not None
+        return self.plan.crowded or (self.inside >= FIRST.places and self.plan.places_byte_size > 0)
 
 
 @final
@@ -104,7 +116,6 @@ class PlanCache:
         self._max_plans, self._max_bytes = max_plans, max_bytes
         self._entries: OrderedDict[Hashable, Entry] = OrderedDict()
         self._making: dict[Hashable, asyncio.Task[Entry]] = {}
-        self._growing: set[asyncio.Task[None]] = set()
         self._widening = asyncio.Lock()
         self.byte_size = 0
 
@@ -130,15 +141,18 @@ class PlanCache:
             task.add_done_callback(_retrieve)  # all who wait may have left
         return await asyncio.shield(task)
 
-    def grow_if_crowded(self, entry: Entry) -> None:
-        """Give a plan more places, beside what goes on, once requests of its kind come at the same time."""
-        if entry.small and entry.plan.crowded:
+    async def grow(self, entry: Entry) -> None:
+        """Give a plan more places, once requests of its kind come at the same time. Whoever finds it `tight` waits
+        for that: who took his turn in the old places would wait for a whole run.
+        """
+        if entry.small:
             entry.small = False
             if entry.plan.places_byte_size * 2 > self._max_bytes:
                 return  # four of 512 MiB at once made it keep 4 GiB; they take turns
-            task = asyncio.get_running_loop().create_task(self._grow(entry))
-            self._growing.add(task)
-            task.add_done_callback(self._growing.discard)
+            entry.growing = asyncio.get_running_loop().create_task(self._grow(entry))
+        if entry.growing is not None:
+            await asyncio.shield(entry.growing)
+            entry.growing = None
 
     async def make_room(self, entry: Entry) -> None:
         """For one more request that may last for minutes: it does not wait for the places of others."""

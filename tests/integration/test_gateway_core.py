@@ -38,6 +38,8 @@ def lending(tmp_path_factory):
         repository, "labelled", models.add1(), config='output { name: "y" label_filename: "names" }'
     )
     (labelled / "names").write_text("cat\n\ndog\n")
+    held = "max_batch_size: 9 dynamic_batching { preferred_batch_size: 9 max_queue_delay_microseconds: 60000000 }"
+    models.write_model(repository, "held", models.add1(), config=held)
     with Lending(
         repository, tmp_path_factory.mktemp("run"), "--model-control-mode=explicit", "--load-model=*"
     ) as broker:
@@ -371,5 +373,20 @@ def test_a_thousand_shapes_stay_within_bounds(lending):
             assert plans.byte_size <= 4 << 20
         used = lending.status()["quotas"]["memory_used"]
         assert used <= 16 << 20, "dropped plans give their places back"
+
+    served(lending, test)
+
+
+def test_requests_that_come_together_all_reach_the_model_at_once(lending):
+    """Whoever finds no place gets one made: he must not wait for the run of another."""
+    together = 9  # fewer are no batch for a minute
+
+    async def test(service):
+        for shape in ((1, 4), (1, 7)):  # its first use: nothing is prepared
+            asked = [
+                service.infer(request("held", {"x": np.full(shape, n, np.float32)}), REMOTE) for n in range(together)
+            ]
+            answers = await asyncio.wait_for(asyncio.gather(*asked), 30)
+            assert [arrays(answer)["y"][0, 0] for answer in answers] == [n + 1 for n in range(together)]
 
     served(lending, test)
