@@ -6,8 +6,11 @@ Pure, on what `broker.catalogue` knows; used by `broker.models`. The rules thems
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from broker.catalogue import UNAVAILABLE, Catalogue
 from broker.repository import ensembles
@@ -29,6 +32,16 @@ def misfit(catalogue: Catalogue, config: ModelConfig) -> str:
             reasons = (version.reason for version in model.versions.values() if version.state == UNAVAILABLE)
             failures[name] = model.failure or next(filter(None, reasons), "")
     return ensembles.misfit(config, configs, failures, loaded)
+
+
+def as_members_are(catalogue: Catalogue, config: ModelConfig) -> ModelConfig:
+    """The ensemble's configuration with what follows from its members: it is decoupled when one of them is."""
+    serving = {name: catalogue.serving(name) for name in catalogue.known}
+    configs = {name: each for name, each in serving.items() if each is not None}
+    if config.decoupled or not ensembles.is_decoupled(config, configs):
+        return config
+    stated = {**json.loads(config.json), "model_transaction_policy": {"decoupled": True}}
+    return replace(config, decoupled=True, json=json.dumps(stated))
 
 
 def ensembles_of(catalogue: Catalogue, member: str) -> list[str]:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from broker import polling
 from broker.catalogue import READY, UNAVAILABLE, Catalogue, Model
-from broker.ensemble_members import ensembles_of, members_first, misfit
+from broker.ensemble_members import as_members_are, ensembles_of, members_first, misfit
 from broker.loading import results
 from broker.overrides import Override, Overrides
 from broker.repository.config import CHANGED, LoadFailure, ModelConfig
@@ -289,7 +289,7 @@ class Models(Catalogue):
             if not any(version.generation for version in model.versions.values()):
                 model.failure = problem
             return dict.fromkeys(config.versions, problem)
-        return await self._life.serve(config, files)
+        return await self._life.serve(as_members_are(self, config) if config.ensemble else config, files)
 
     async def _unload_all(self, name: str, reason: str = UNLOADED) -> dict[int, str]:
         """Returns why versions could not be unloaded."""
@@ -318,7 +318,9 @@ class Models(Catalogue):
                 continue
             async with self._turn(name):
                 if self.serving(name) is config:
-                    await self._life.serve(config, self.known[name].versions[max(config.versions)].files)
+                    await self._life.serve(
+                        as_members_are(self, config), self.known[name].versions[max(config.versions)].files
+                    )
             await self._changed(name, but)
 
     def _turn(self, name: str) -> asyncio.Lock:

@@ -8,7 +8,7 @@ has one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, final
 
 from broker.repository.config import ModelConfig, TensorConfig
@@ -115,6 +115,7 @@ def check_members(config: ModelConfig, configs: Mapping[str, ModelConfig]) -> No
             )
         _check_inputs(config.name, step, member, known)
         _check_outputs(config.name, step, member, known)
+    _check_responses(config, config.ensemble, configs)
     _check_workers(config, configs)
 
 
@@ -168,15 +169,46 @@ def _compare(ensemble: str, name: str, other: _Tensor, known: dict[str, _Tensor]
         )
 
 
-def _check_workers(config: ModelConfig, configs: Mapping[str, ModelConfig]) -> None:
-    """Steps hand tensors on inside one worker process, and give one answer."""
-    for name in members(config.ensemble) if config.ensemble is not None else ():
-        if configs[name].decoupled:
+def is_decoupled(config: ModelConfig, configs: Mapping[str, ModelConfig]) -> bool:
+    """Does a request for the ensemble have any number of responses? Its own configuration need not say so."""
+    names = members(config.ensemble) if config.ensemble is not None else ()
+    return config.decoupled or any(configs[name].decoupled for name in names if name in configs)
+
+
+def _check_responses(config: ModelConfig, ensemble: Ensemble, configs: Mapping[str, ModelConfig]) -> None:
+    """A step may read what follows from one response of one decoupled member, or of one after the other: of two side by
+    side, nothing says which response of the one belongs to which of the other. So it is with the ensemble's outputs.
+    """
+    writer = {tensor: at for at, step in enumerate(ensemble.step) for tensor in step.output_map.values()}
+    known: dict[int, frozenset[int]] = {}
+
+    def behind(tensors: Iterable[str], reader: str) -> frozenset[int]:
+        """The decoupled steps that these tensors follow from."""
+        found = [written(writer[tensor]) for tensor in tensors if tensor in writer]
+        most = max(found, key=len, default=frozenset())
+        if any(not each <= most for each in found):
             raise InferError(
-                Code.UNSUPPORTED,
-                f"ensemble '{config.name}' contains the decoupled model '{name}': members with several answers to one "
-                "request are not supported yet",
+                Code.INVALID_ARG,
+                f"in ensemble {config.name}, {reader} from responses of decoupled models that do not follow from each "
+                "other: which response belongs to which is not defined",
             )
+        return most
+
+    def written(at: int) -> frozenset[int]:
+        if at not in known:
+            step = ensemble.step[at]
+            most = behind(step.input_map.values(), f"step {at} (model {step.model_name}) reads")
+            known[at] = most | {at} if configs[step.model_name].decoupled else most
+        return known[at]
+
+    for at in range(len(ensemble.step)):
+        written(at)
+    behind((tensor.name for tensor in config.output), "the outputs come")
+
+
+def _check_workers(config: ModelConfig, configs: Mapping[str, ModelConfig]) -> None:
+    """Steps hand tensors on inside one worker process."""
+    for name in members(config.ensemble) if config.ensemble is not None else ():
         if configs[name].worker_group != config.worker_group:
             raise InferError(
                 Code.UNSUPPORTED,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +18,30 @@ from broker.worker.backends import Operand
 from broker.worker.model import Instance
 from broker.worker.plans import Bytes, PlacedTensor, Plan
 from broker.worker.running import check_sizes
-from broker.worker.stream import Stream
+from broker.worker.stream import Stream, Taker
 from shm import datatypes, statistics
 from shm.admission import Request
 from shm.errors import Code, InferError
+from shm.worker_channel import WorkerChannel
 
 _now = time.monotonic_ns
+
+
+class Branches(Protocol):
+    """What a step of a decoupled member comes from, instead of a client's channel: `broker.worker.ensemble_flow`."""
+
+    def taker(self, step: Request, now: int) -> Taker:
+        """Where its responses go."""
+
+
+def taker_of(instance: Instance, streams: Streams, request: Request, now: int) -> Taker:
+    """Where the responses to `request` go: its client's memory, or an ensemble."""
+    if isinstance(request.channel, WorkerChannel):
+        answers = Answers(instance, streams, request, now)
+        streams.begin(answers)
+        return answers
+    ensemble: Branches = request.channel  # type: ignore[assignment]
+    return ensemble.taker(request, now)
 
 
 def run_streams(instance: Instance, streams: Streams, requests: Sequence[Request], now: int) -> None:
@@ -31,14 +49,14 @@ def run_streams(instance: Instance, streams: Streams, requests: Sequence[Request
     given: list[Stream] = []
     for request in requests:
         request.queue_ns = now - request.arrival
-        answers = Answers(instance, streams, request, now)
-        streams.begin(answers)
+        taker = taker_of(instance, streams, request, now)
         try:
             inputs = _inputs(instance, streams, request)
-            names = [tensor.name for tensor in answers.tensors]
-            given.append(Stream(answers, inputs, names, request.request_id, request.rows))
+            assert isinstance(request.plan, Plan)
+            names = [tensor.name for tensor in request.plan.outputs]
+            given.append(Stream(taker, inputs, names, request.request_id, request.rows))
         except Exception as error:
-            answers.send(None, _described(error), True)
+            taker.send(None, _described(error), True)
     if not given:
         return
     try:

@@ -7,11 +7,14 @@ outer ensemble. What happens to a request is in `broker.worker.ensemble_run`.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol, final
 
 from broker.repository.scheduling import Step
+from broker.worker.decoupled import taker_of
+from broker.worker.ensemble_flow import Flow
 from broker.worker.ensemble_graph import Gates, Graph
 from broker.worker.ensemble_memory import Prepared
 from broker.worker.ensemble_run import Run, Submit
@@ -61,7 +64,13 @@ class Ensemble:
     def begin(self, request: Request) -> None:
         """Start a client's (or an outer ensemble's) request; its ending is published when the run is over."""
         request.channel.start((request,))
-        Run(self, request, self._queue, lambda: request.channel.complete((request,))).begin()
+        streams = self.model.streams
+        if streams is not None:
+            taker = taker_of(self.model.instances[0], streams, request, time.monotonic_ns())
+            self.started()
+            Flow(self, request, taker).begin()
+            return
+        Run(self, request, self.queue, lambda: request.channel.complete((request,))).begin()
 
     def run_alone(self, request: Request) -> None:
         """Run all steps here and now, on members that nobody else uses; publishing the ending is the caller's."""
@@ -116,7 +125,8 @@ class Ensemble:
             assert isinstance(step.channel, Run)
             step.channel.look()
 
-    def _queue(self, steps: list[Request]) -> None:
+    def queue(self, steps: list[Request]) -> None:
+        """Let steps go to their members, as far as `max_inflight_requests` lets them."""
         if self._gates is not None:
             with self._lock:
                 steps = [step for step in steps if self._gates.enter(step)]
@@ -161,6 +171,11 @@ class Ensemble:
         """A run has begun."""
         with self._lock:
             self._block[statistics.PENDING] += 1
+
+    def flow_ended(self) -> None:
+        """The last of a decoupled ensemble's steps is over; its streams count the rest."""
+        with self._lock:
+            self._block[statistics.PENDING] -= 1
 
     def count_copy(self, reason: str, byte_size: int) -> None:
         """A run has copied."""

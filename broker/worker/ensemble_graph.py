@@ -82,6 +82,12 @@ class Progress:
         self._needed = needed
         self._missing = {at: len(tensors) for at, tensors in needed.waits.items()}
 
+    def copy(self) -> Progress:
+        """As it is now."""
+        copy = Progress(self._needed)
+        copy._missing = self._missing.copy()
+        return copy
+
     def begin(self) -> list[int]:
         """The steps that need nothing from others."""
         return [at for at, missing in self._missing.items() if not missing]

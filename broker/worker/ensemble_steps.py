@@ -105,10 +105,11 @@ def _shape(tensor: TensorConfig, sizes: dict[str, int]) -> Shape:
 def _place(asked: Asked, name: str, datatype: str, shape: Shape) -> Value:
     """The client's own range where its size is certain and it lies well, else memory of this worker.
 
-    What the response cache keeps must not lie where a client can write.
+    What the response cache keeps must not lie where a client can write. The range of a decoupled ensemble has places
+    for several responses, which are written one after the other.
     """
     request = asked.request
-    if asked.ensemble.cached is None and -1 not in shape:
+    if asked.ensemble.cached is None and -1 not in shape and not asked.plan.responses:
         for tensor in asked.plan.outputs:
             if tensor.name != name or not tensor.aligned or tensor.datatype != datatype or datatype == datatypes.BYTES:
                 continue

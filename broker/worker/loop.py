@@ -58,6 +58,7 @@ class Loop:
         self._ran_inline: set[LoadedModel] = set()  # their statistics wait to be flushed
         self._parked = False  # nobody leads: every instance is at work, and who finishes first will
         self._room = threading.Event()  # ends that
+        self._threads: set[int] = set()  # those that serve
         self._ran_short = False  # by a leader, since it slept last
         self._block = own_block
         self._taken = 0  # since the last flush
@@ -92,8 +93,8 @@ class Loop:
         if any(request.plan.model.answers for request in requests):  # type: ignore[union-attr]
             requests = take_in(requests)
         self._refuse(self.scheduler.add(requests))
-        if len(requests) > 1:
-            self.wake()  # the thread that ended the step before takes one of them
+        if len(requests) > 1 or threading.get_ident() not in self._threads:
+            self.wake()  # a thread of ours that ended the step before takes one of them
 
     def take_back(self, requests: list[Request]) -> None:
         """End steps that are still queued, from any thread: nobody wants what they would write."""
@@ -147,6 +148,7 @@ class Loop:
 
     def serve(self) -> None:
         """Main function of a thread: lead, or run what the leader found too long to run itself."""
+        self._threads.add(threading.get_ident())
         while not self.stopping:
             term = self.turn.take()
             batch = self._lead(term)

@@ -64,11 +64,11 @@ class ModelTable:
             raise InferError(Code.NOT_FOUND, f"model '{config.name}' has no version {message.version}")
         try:
             self._loop.scheduler.admit(model)
+            model.streams = Streams(config) if config.decoupled else None
             if config.ensemble is not None:
                 model.load_ensemble(blocks[0])
                 model.ensemble = Ensemble(model, self, self._loop.submit, self._loop.take_back)
             else:
-                model.streams = Streams(config) if config.decoupled else None
                 model.load(backends.find(config), directory, blocks)
             cache = self._cache if config.response_cache and blocks else None
             if blocks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from broker.repository.config import InstanceGroup, ModelConfig, TensorConfig
-from broker.repository.ensembles import check_available, check_members, cycle, members
+from broker.repository.ensembles import check_available, check_members, cycle, is_decoupled, members
 from broker.repository.scheduling import Ensemble, Step
 from shm.errors import InferError
 
@@ -155,4 +155,29 @@ def test_what_a_worker_cannot_run():
     assert "the same parameter `worker_group`" in refusal(
         ensemble(one), identity("a", 16, parameters={"worker_group": "other"})
     )
-    assert "contains the decoupled model 'a'" in refusal(ensemble(one), identity("a", 16, decoupled=True))
+
+
+SUM = Step(model_name="sum", input_map={"A": "left", "B": "right"}, output_map={"Y": "OUT"})
+
+
+def test_responses_of_decoupled_members_side_by_side_belong_to_nobody():
+    a, b = identity("a", 16, decoupled=True), identity("b", 16, decoupled=True)
+    total = model("sum", (tensor("A", 16), tensor("B", 16)), (tensor("Y", 16),))
+    side_by_side = ensemble(step("a", "IN", "left"), step("b", "IN", "right"), SUM)
+    assert "in ensemble E, step 2 (model sum) reads from responses of decoupled models that do not" in refusal(
+        side_by_side, a, b, total
+    )
+    outputs = (tensor("left", 16), tensor("right", 16))
+    both = ensemble(step("a", "IN", "left"), step("b", "IN", "right"), outputs=outputs)
+    assert "in ensemble E, the outputs come from responses of decoupled models" in refusal(both, a, b)
+
+
+@pytest.mark.parametrize("second", [identity("b", 16), identity("b", 16, decoupled=True)])
+def test_responses_may_be_read_beside_what_they_follow_from(second):
+    a = identity("a", 16, decoupled=True)
+    total = model("sum", (tensor("A", 16), tensor("B", 16)), (tensor("Y", 16),))
+    one_after_the_other = ensemble(step("a", "IN", "left"), step("b", "left", "right"), SUM)
+    configs = {member.name: member for member in (a, second, total)}
+    check_members(one_after_the_other, configs)
+    assert is_decoupled(one_after_the_other, configs)
+    assert not is_decoupled(ensemble(*CHAIN), {"a": identity("a", 16), "b": identity("b", 16)})

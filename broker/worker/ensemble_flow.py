@@ -1,0 +1,311 @@
+"""A request for an ensemble with decoupled members: every response of such a member is a branch of its own.
+
+A branch has what its parent had and what one response brought, and runs the steps that wait for it; when it has all
+the outputs that the client asked for, they are a response of the ensemble. A thread per request takes the branches one
+after the other, each with those that spring from it: so responses come in the order in which the members sent theirs,
+and a client that does not read holds up nobody but its own request. Made by `broker.worker.ensemble`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from broker.worker.ensemble_memory import Value, fitted, private
+from broker.worker.ensemble_run import Run
+from broker.worker.plans import Plan
+from broker.worker.running import check_sizes
+from broker.worker.stream import Arrays, Taker
+from shm import datatypes
+from shm.admission import Request
+from shm.errors import Code, InferError
+
+if TYPE_CHECKING:
+    from broker.worker.ensemble import Ensemble
+
+MAX_AHEAD = 1024  # responses of a member that wait for the steps behind it; it may be one of those, so it must not wait
+_now = time.monotonic_ns
+
+
+@final
+class Flow:
+    """One request. `taker` is where its responses go."""
+
+    __slots__ = ("_ensemble", "_request", "_taker", "over", "plan")
+
+    def __init__(self, ensemble: Ensemble, request: Request, taker: Taker) -> None:
+        assert isinstance(request.plan, Plan)
+        self.plan = request.plan
+        self._ensemble = ensemble
+        self._request = request
+        self._taker = taker
+        self.over = False  # what still comes is not wanted
+
+    def begin(self) -> None:
+        """Returns at once."""
+        threading.Thread(target=self._drive, name="ensemble-flow", daemon=True).start()
+
+    def unwanted(self) -> bool:
+        """Has the request ended?"""
+        return self.over or self._taker.is_unwanted()
+
+    def copied(self, byte_size: int) -> None:
+        """Of the client's tensors, before the first response."""
+        self._request.copied += byte_size
+
+    def branch(self, parent: Branch | None, written: Mapping[str, Value]) -> Branch:
+        """A branch that has not begun."""
+        client = self._request
+        request = Request(client.channel, client.slot, client.entry, client.plan, _now())
+        request.deadline = client.deadline
+        return Branch(self, self._ensemble, request, parent, written)
+
+    def _drive(self) -> None:
+        error: InferError | None = None
+        try:
+            self._run(self.branch(None, {}))
+        except Exception as failure:
+            described = InferError(Code.INTERNAL, f"{type(failure).__name__}: {failure}")
+            error = failure if isinstance(failure, InferError) else described
+        self.over = True
+        if error is None:
+            self._taker.send(None, "", True)
+        else:
+            self._taker.fail(error)
+        self._ensemble.flow_ended()
+
+    def _run(self, branch: Branch) -> None:
+        """Run a branch and all that springs from it, then send what it has. Raises what ended one of them."""
+        error: InferError | None = None
+        branch.begin()
+        for written in branch.responses():
+            if error is None and not self.unwanted():
+                try:
+                    self._run(self.branch(branch, written))
+                except InferError as failure:
+                    error = failure
+                    self.over = True
+        error = error or branch.error
+        if error is not None:
+            raise error
+        outputs = branch.outputs()
+        if outputs is not None and not self.unwanted():
+            self._taker.send(outputs, "", False)
+
+
+@final
+class Branch(Run):
+    """A run with a part of the steps. Its request is a stand-in for the client's."""
+
+    __slots__ = ("_changed", "_done", "_flow", "_inbox", "_parent", "_written")
+
+    def __init__(
+        self, flow: Flow, ensemble: Ensemble, request: Request, parent: Branch | None, written: Mapping[str, Value]
+    ) -> None:
+        super().__init__(ensemble, request, ensemble.queue, lambda: None)
+        self._flow = flow
+        self._parent = parent
+        self._written = written
+        self._inbox: queue.SimpleQueue[dict[str, Value] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition(self._lock)
+        self._done = False
+
+    # --- of the flow's thread ---------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Queue the steps that can begin."""
+        ready: list[int] = []
+        try:
+            self._members = self._ensemble.pin(self._prepared.needed.steps)
+            if self._parent is None:
+                self._read()
+                ready = self._progress.begin()
+            else:
+                self._values = {**self._parent._values, **self._written}
+                self._progress = self._parent._progress.copy()
+                ready = self._progress.wrote(self._written)
+        except Exception as error:
+            self._fail(error)
+        self._queue(ready)
+        self._advance()
+
+    def responses(self) -> Iterator[dict[str, Value]]:
+        """What its decoupled members send, each when no other step runs: what those write, all branches have."""
+        while (written := self._inbox.get()) is not None:
+            with self._changed:
+                self._changed.wait_for(self._settled)
+            yield written
+
+    @property
+    def error(self) -> InferError | None:
+        """Why it failed."""
+        request = self._request
+        return InferError(Code(request.code), request.note.decode(errors="replace")) if request.code else None
+
+    def outputs(self) -> dict[str, npt.NDArray[Any]] | None:
+        """The ensemble's outputs, when all that the client asked for exist. It has ended."""
+        names = [tensor.name for tensor in self._plan.outputs]
+        if any(name not in self._values for name in names):
+            return None
+        batch = (-1,) if self._request.rows else ()
+        dims = {tensor.name: tensor.dims for tensor in self._ensemble.model.config.output}
+        arrays = {}
+        for name in names:
+            value = self._values[name]
+            arrays[name] = _array(value, fitted(value.shape, (*batch, *dims[name])) or value.shape)
+        return arrays
+
+    # --- of members -------------------------------------------------------------------------------------------------
+
+    def taker(self, step: Request, now: int) -> Taker:
+        """Where a decoupled member sends the responses to a step. See `broker.worker.decoupled`."""
+        return _StepTaker(self, step, now)
+
+    def unwanted(self) -> bool:
+        """Has the ensemble's request ended, or failed?"""
+        return bool(self._flow.unwanted() or self._request.code)
+
+    def respond(self, step: Request, outputs: Arrays) -> None:
+        """A member has sent a response."""
+        graph, needed = self._ensemble.graph.steps[step.slot], self._prepared.needed
+        datatype = {tensor.name: tensor.datatype for tensor in self._members[step.slot].config.output}
+        written = {}
+        for name, array in outputs.items():
+            tensor = graph.output_map.get(name)
+            if tensor is not None and tensor in needed.wanted:
+                written[tensor] = _kept(datatype[name], np.asarray(array))
+        if self._inbox.qsize() >= MAX_AHEAD:
+            raise InferError(
+                Code.UNAVAILABLE, f"{MAX_AHEAD} responses of model '{graph.model_name}' wait for the steps behind it"
+            )
+        self._inbox.put(written)
+
+    # --- as a run ---------------------------------------------------------------------------------------------------
+
+    def _settled(self) -> bool:
+        return self._done or (not self._advancing and all(_is_decoupled(step) for step in self._steps))
+
+    def _queue(self, numbers: list[int]) -> None:
+        if self.unwanted():
+            self._request.ended = Code.CANCELLED
+        super()._queue(numbers)
+
+    def _advance(self) -> None:
+        super()._advance()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _read(self) -> None:
+        """The client's tensors, copied: the request may end before the last step has read them."""
+        check_sizes(self._plan)
+        for tensor in self._plan.inputs:
+            memory = tensor.memory(self._request.input_position, self._request.rows)
+            shape = self._ensemble.model.shape(tensor.name, tensor.shape_of(self._request.rows))
+            self._values[tensor.name] = _of_bytes(tensor.datatype, shape, memory)
+            self._ensemble.count_copy("policy", memory.size)
+            self._flow.copied(memory.size)
+
+    def _collect(self, step: Request) -> list[int]:
+        if _is_decoupled(step) and not step.code:
+            return []  # its responses are branches
+        return super()._collect(step)
+
+    def _finish(self) -> None:
+        self._ensemble.unpin(self._members)
+        with self._changed:
+            self._done = True
+        self._inbox.put(None)
+
+
+@final
+class _StepTaker:
+    """Implements `broker.worker.stream.Taker` for a step of an ensemble."""
+
+    __slots__ = ("_branch", "_ended", "_lock", "_step", "_used")
+
+    def __init__(self, branch: Branch, step: Request, now: int) -> None:
+        self._branch = branch
+        self._step = step
+        self._lock = threading.Lock()
+        self._used = 0
+        self._ended = False
+
+    def send(self, outputs: Arrays | None, error: str | InferError, final: bool) -> None:
+        """A response is a branch, an error ends the ensemble's request, as in Triton."""
+        with self._lock:
+            if self._ended:
+                if self._branch.unwanted():
+                    return
+                raise InferError(Code.INTERNAL, "Unable to send response. Response sender has been closed.")
+            if error:
+                failure = error if isinstance(error, InferError) else InferError(Code.INTERNAL, error)
+                self._end(failure)
+                return
+            if outputs is not None and not self._branch.unwanted():
+                try:
+                    self._branch.respond(self._step, outputs)
+                except InferError as failure:
+                    self._end(failure)
+                    return
+            if final:
+                self._end(None)
+
+    def fail(self, error: InferError) -> None:
+        """The member raised."""
+        with self._lock:
+            if not self._ended:
+                self._end(error)
+
+    def is_unwanted(self) -> bool:
+        """As `broker.worker.stream.Stream.cancelled`."""
+        return self._ended or self._branch.unwanted()
+
+    def computed(self) -> None:
+        """Statistics by response are kept for clients' requests only."""
+
+    def let_go(self) -> None:
+        """The member forgot the step. Called while memory is collected, so somebody else ends it."""
+        if not self._ended:
+            threading.Thread(target=self.fail, args=(_forgotten(),), name="ensemble-forgotten", daemon=True).start()
+
+    def _end(self, error: InferError | None) -> None:
+        self._ended = True
+        if error is not None:
+            self._step.fail(Code[error.code], error.message)
+        self._step.channel.complete((self._step,))
+
+
+def _is_decoupled(step: Request) -> bool:
+    plan = step.plan
+    return isinstance(plan, Plan) and plan.model is not None and plan.model.config.decoupled
+
+
+def _forgotten() -> InferError:
+    return InferError(Code.INTERNAL, "the model let go of the request without a final response")
+
+
+def _kept(datatype: str, array: npt.NDArray[Any]) -> Value:
+    if datatype == datatypes.BYTES:
+        raw = np.frombuffer(datatypes.encode_bytes(array), np.uint8)
+    else:
+        raw = np.ascontiguousarray(array).view(np.uint8).reshape(-1) if array.size else np.empty(0, np.uint8)
+    return _of_bytes(datatype, tuple(array.shape), raw)
+
+
+def _of_bytes(datatype: str, shape: Sequence[int], raw: npt.NDArray[np.uint8]) -> Value:
+    value = private("UINT8", (raw.size,))._replace(datatype=datatype, shape=tuple(shape))
+    value.region.bytes[: raw.size] = raw
+    return value
+
+
+def _array(value: Value, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    raw = value.region.bytes[value.offset : value.offset + value.byte_size]
+    if value.datatype == datatypes.BYTES:
+        return datatypes.decode_bytes(raw, datatypes.element_count(shape), "a step's output").reshape(shape)
+    return raw.view(datatypes.numpy_dtype(value.datatype)).reshape(shape)
