@@ -17,6 +17,7 @@ from shm.errors import Code, InferError
 
 GLOBAL: Final = -1  # the device of a resource that all devices share
 LOADING: Final = 2  # executions that loading counts as: in Triton an instance is initialised and warmed up in turn
+CREDIT: Final = 10  # executions that one which was idle may catch up on; in Triton all of them, while others wait
 Pool = tuple[int, str]  # device, name of the resource
 
 
@@ -37,7 +38,7 @@ class RateLimiter:
     """What there is of each resource, and what of it is in use.
 
     A claim that was idle, or is new, does not catch up on what it never asked for: its virtual time is at least that of
-    the last one that began on its resources.
+    the last one that began on its resources, less a small credit.
     """
 
     __slots__ = ("_begun", "_claims", "_given", "_limits", "_used")
@@ -70,7 +71,7 @@ class RateLimiter:
     def turn(self, claim: Claim) -> tuple[int, int, int]:
         """The lower, the earlier it goes. Of equals, who has the lower priority number."""
         floor = min((self._begun.get(pool, 0) for pool in claim.needs), default=0)
-        return max(claim.passed, floor), claim.priority, claim.passed
+        return max(claim.passed, floor - CREDIT * claim.priority), claim.priority, claim.passed
 
     def fits(self, claim: Claim, kept: frozenset[Pool] | set[Pool] = frozenset()) -> bool:
         """Are its resources there, none of them `kept` for others that go before it?"""
