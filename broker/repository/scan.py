@@ -93,8 +93,10 @@ def scan(repositories: Sequence[str]) -> Repositories:
                 failures[name] = error.message
                 continue
             if name in models or name in failures:
-                models.pop(name, None)
-                failures[name] = f"failed to poll model '{name}': not unique across all model repositories"
+                other = models.pop(name, None)
+                failures.setdefault(name, f"failed to poll model '{name}': not unique across all model repositories")
+                if other is not None:
+                    failures[name] += f"\n    it is in {other.repository} and in {root}"
             elif not is_inside(os.path.join(root, name), root):
                 failures[name] = (
                     f"failed to poll model '{name}': its directory is a link out of the model repository {root!r}"
@@ -144,6 +146,22 @@ def list_versions(model: ModelDirectory) -> Versions:
         else:
             paths[int(name)] = os.path.realpath(path)
     return Versions(dict(sorted(paths.items())), tuple(ignored))
+
+
+def why_no_version(path: str) -> str:
+    """What somebody may have meant who made a model directory without a version, as a line to add; or ""."""
+    with contextlib.suppress(OSError):
+        if files := _model_files(path):
+            return f"\n    fix: move {files[0]} into {os.path.join(path, '1')}"
+        for name in _subdirectories(path):
+            inner = os.path.join(path, name)
+            if _model_files(inner):
+                return f"\n    fix: give '{name}' a number as its name"
+            if os.path.isfile(os.path.join(inner, "config.pbtxt")) or any(
+                map(_VERSION.fullmatch, _subdirectories(inner))
+            ):
+                return f"\n    fix: '{name}' is a model itself: give {path} as a model repository, or move it up"
+    return ""
 
 
 def _model_files(path: str) -> list[str]:

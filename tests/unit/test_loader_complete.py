@@ -274,7 +274,8 @@ def test_shapes_are_shown_side_by_side_with_the_edit_that_fixes_them(tmp_path, t
     reason = reason_of(tmp_path, models.matmul(), text)
     assert reason.startswith("model 'm', tensor 'x': ")
     assert wanted in reason
-    header, *rows, about, _ = reason.splitlines()[1:]
+    place, header, *rows, about, _ = reason.splitlines()[1:]
+    assert place.strip() == f"{tmp_path}/m/config.pbtxt:1: {text}"
     column = header.index("model file")
     assert about.strip() == f"the model file is {tmp_path}/m/1/model.onnx"
     assert header.split()[0] == "config.pbtxt"

@@ -101,7 +101,7 @@ def test_bad_texts_give_short_answers(text):
 
 
 def test_not_utf8():
-    assert error(b'name: "m"\nname: "\xff"') == "m/config.pbtxt:2: is not UTF-8 text (byte 17)"
+    assert error(b'name: "m"\nname: "\xff"') == "m/config.pbtxt:2: is not UTF-8 text (byte 17): save it as UTF-8"
 
 
 @settings(deadline=None, max_examples=60)

@@ -77,7 +77,10 @@ def test_a_model_in_two_repositories_loads_from_neither(tmp_path):
         (root / "m").mkdir(parents=True)
     found = scan([str(root) for root in roots])
     assert not found.models
-    assert found.failures == {"m": "failed to poll model 'm': not unique across all model repositories"}
+    text = (
+        f"failed to poll model 'm': not unique across all model repositories\n    it is in {roots[0]} and in {roots[1]}"
+    )
+    assert found.failures == {"m": text}
 
 
 def test_the_same_repository_twice_is_one(tmp_path):

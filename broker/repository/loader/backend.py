@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib.metadata import entry_points
 
 from tritonclient.grpc import model_config_pb2
@@ -65,7 +66,10 @@ def fill_backend(config: model_config_pb2.ModelConfig, model: ModelDirectory, ve
                 raise ModelError(f"unexpected 'platform' and 'backend' pair, got:{pair}. {_KNOWN_PLATFORMS}")
             raise ModelError(f"unexpected platform type '{config.platform}' for {model.name}; {_KNOWN_PLATFORMS}")
         if config.backend and config.backend != _PLATFORMS[config.platform]:
-            raise ModelError(f"unexpected 'platform' and 'backend' pair, got:{config.platform}, {config.backend}")
+            raise ModelError(
+                f"unexpected 'platform' and 'backend' pair, got:{config.platform}, {config.backend}\n    fix: leave "
+                f'one of them out; platform: "{config.platform}" goes with backend: "{_PLATFORMS[config.platform]}"'
+            )
         config.backend = _PLATFORMS[config.platform]
     custom = _custom_backend(model)
     if not config.backend:
@@ -168,9 +172,11 @@ def _check_supported(backend: str, model: str, custom: bool) -> None:
     # Entry points are the register that the worker itself uses, so what passes here can be loaded there.
     supported = sorted({entry.name for entry in entry_points(group="tensorbroker.backends")})
     if not custom and backend not in supported:
+        near = get_close_matches(backend, supported, n=1, cutoff=0.5)
         raise ModelError(
             f"Invalid argument: unable to find backend library for backend '{backend}', try specifying runtime on the "
             f"model configuration. Model '{model}' needs backend '{backend}', which is not installed; installed are: "
             f"{', '.join(supported) or 'none'}. A backend of your own is an entry point of the group "
             f"'tensorbroker.backends', or {CUSTOM_BACKEND} beside config.pbtxt"
+            + (f"\n    did you mean '{near[0]}'?" if near else "")
         )

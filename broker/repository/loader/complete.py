@@ -7,6 +7,7 @@ first request. Both are called by `load`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from typing import TypeAlias
 
 from tritonclient.grpc import model_config_pb2
@@ -205,7 +206,9 @@ def _compare_names(config: model_config_pb2.ModelConfig, signature: Signature) -
         )
         raise ModelError(
             f"unable to load model '{config.name}', configuration expects {len(named)} inputs, model provides "
-            f"{len(allowed)}" + "".join(f"\n    {what}: {', '.join(sorted(names))}" for what, names in lines if names)
+            f"{len(allowed)}"
+            + "".join(f"\n    {what}: {', '.join(sorted(names))}" for what, names in lines if names)
+            + "\n    fix: name exactly those of the model file, or leave 'input' out: it is completed from the file"
         )
     for kind, names, known in (
         ("input", named, allowed),
@@ -216,8 +219,14 @@ def _compare_names(config: model_config_pb2.ModelConfig, signature: Signature) -
                 where = f" of {made[name]}" if kind == "input" and name in made else ""
                 raise ModelError(
                     f"unable to load model '{config.name}', unexpected inference {kind} '{name}'{where}, allowed "
-                    f"{kind}s are: {', '.join(known)}"
+                    f"{kind}s are: {', '.join(known)}" + _rename(name, [other for other in known if other not in names])
                 )
+
+
+def _rename(name: str, unused: list[str]) -> str:
+    near = get_close_matches(name.lower(), [other.lower() for other in unused], n=1, cutoff=0.5)
+    meant = [other for other in unused if [other.lower()] == near] or (unused if len(unused) == 1 else [])
+    return f'\n    fix: name: "{meant[0]}"' if meant else ""
 
 
 def _compare_shape(config: model_config_pb2.ModelConfig, text: TensorText, tensor: FileTensor, path: str) -> None:

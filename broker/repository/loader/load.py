@@ -27,9 +27,10 @@ from broker.repository.loader.origins import DEFAULT, FILE, MODEL, OVERRIDE, Ori
 from broker.repository.loader.support import ignored
 from broker.repository.loader.validate import validate
 from broker.repository.loader.validate_ensemble import validate_ensemble
+from broker.repository.loader.where import located
 from broker.repository.loader.zero_copy import Verdict, policy
 from broker.repository.protocol import LoadRequest
-from broker.repository.scan import ModelDirectory, list_versions
+from broker.repository.scan import ModelDirectory, list_versions, why_no_version
 
 _WORKER_GROUP = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
@@ -49,7 +50,7 @@ def load(model: ModelDirectory, request: LoadRequest) -> ModelConfig | LoadFailu
     try:
         return _load(model, request)
     except ModelError as error:
-        reason = str(error)
+        reason = _located(str(error), model, request)
     except OSError as error:
         reason = f"{error.filename or model.path}: {error.strerror or error}"
     except MemoryError:
@@ -57,6 +58,16 @@ def load(model: ModelDirectory, request: LoadRequest) -> ModelConfig | LoadFailu
     except Exception as error:  # a parser's own exception on a file that nobody foresaw
         reason = f"its files cannot be understood: {type(error).__name__}: {error}"
     return LoadFailure(name=model.name, reason=reason)
+
+
+def _located(reason: str, model: ModelDirectory, request: LoadRequest) -> str:
+    if model.name in request.overrides:  # not a file's text
+        return reason
+    try:
+        path = _config_path(model, request.config_name)
+        return located(reason, path, read_file(path, model.repository, pbtxt.MAX_CONFIG, "").decode(), model.name)
+    except (ModelError, UnicodeDecodeError):
+        return reason
 
 
 def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
@@ -121,6 +132,7 @@ def _finish(
     if config.name != model.name:
         raise ModelError(
             f"unexpected directory name '{model.name}' for model '{config.name}', directory name must equal model name"
+            f"\n    fix: leave 'name' out of config.pbtxt, or name: \"{model.name}\""
         )
     normalise(config, request.gpus)
     origins.mark(config, DEFAULT)
@@ -213,7 +225,7 @@ def _served_versions(
             )
         return {}, (
             f"failed to load '{model.name}', no version is available: {model.path} needs a directory named by a "
-            f"number, such as {os.path.join(model.path, '1')} (present: {present})"
+            f"number, such as {os.path.join(model.path, '1')} (present: {present}){why_no_version(model.path)}"
         )
     return chosen, ""
 

@@ -68,11 +68,20 @@ def read_model(path: str, repository: str) -> onnx.ModelProto:
     try:
         model = onnx.load_model_from_string(data)
     except DecodeError as error:
-        raise ModelError(f"{path}: is not an ONNX model, or is truncated ({len(data)} bytes): {error}") from error
+        raise ModelError(
+            f"{path}: is not an ONNX model, or is truncated ({len(data)} bytes{_beginning(data)}): {error}\n    fix: "
+            "copy it again, and compare the sizes"
+        ) from error
     if not (model.ir_version and model.opset_import and model.HasField("graph") and model.graph.output):
         raise ModelError(f"{path}: is not an ONNX model: it has no graph with outputs, or no opset")
     _check_external_data(model, os.path.dirname(path))
     return model
+
+
+def _beginning(data: bytes) -> str:
+    """What a file that is text begins with: a page that says why the download failed, mostly."""
+    start = data[:40].decode("ascii", "replace")
+    return f", beginning with {start!r}" if start.replace("\n", "").isprintable() and start.isascii() else ""
 
 
 def read_signature(model: onnx.ModelProto, path: str, sent: frozenset[str] = frozenset()) -> Signature:

@@ -16,7 +16,8 @@ from tritonclient.grpc import model_config_pb2
 from broker.repository.loader.failure import ModelError
 
 MAX_CONFIG = 1 << 20  # bytes; the largest in Triton's own test suites has 40 KB
-_PLACEHOLDER = re.compile(r"\$\{[^}\n]*\}")
+_PLACEHOLDER = re.compile(r"\$\{[^}\n]*\}|\{\{\s*[\w.]+\s*\}\}")  # of shells, and of Jinja and its like
+_QUOTED_NUMBER = re.compile(r"Couldn't parse (?:integer|float): [\"'](-?[\d.]+)[\"']")
 _NO_FIELD = re.compile(r'Message type "inference\.([\w.]+)" has no field named "(\w+)"')
 _NO_VALUE = re.compile(r'Enum type "inference\.([\w.]+)" has no value named (\w+)')
 _ABSENT = -(2**31)  # no configuration says this: it would be refused as negative
@@ -50,7 +51,7 @@ def parse(data: bytes, path: str) -> Parsed:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise ModelError(f"{path}:{line}: is not UTF-8 text (byte {error.start})") from error
+        raise ModelError(f"{path}:{line}: is not UTF-8 text (byte {error.start}): save it as UTF-8") from error
     config = model_config_pb2.ModelConfig()
     try:
         text_format.Parse(text, config)
@@ -124,11 +125,27 @@ def _advice(message: str, text: str) -> str:
     if match := _NO_VALUE.search(message):
         enum = _find_enum(match[1])
         values = [value.name for value in enum.values] if enum else []
-        near = (
-            [_TYPE_ALIASES[match[2]]] if match[2] in _TYPE_ALIASES else difflib.get_close_matches(match[2], values, 1)
-        )
+        alias = _TYPE_ALIASES.get(match[2]) or _TYPE_ALIASES.get(f"TYPE_{match[2]}")
+        whole = [value for value in values if value.endswith(f"_{match[2].upper()}")]  # CPU for KIND_CPU
+        near = [alias] if alias else whole or difflib.get_close_matches(match[2], values, 1)
         return f"\n    did you mean '{near[0]}'?" if near else f"\n    values of {match[1]}: {', '.join(values)}"
+    if match := _QUOTED_NUMBER.search(message):
+        return f"\n    fix: {match[1]}, without quotes"
+    if message.startswith('Expected "') and (bracket := _left_open(text)):
+        return f"\n    {bracket} is not closed"
     return ""
+
+
+def _left_open(text: str) -> str:
+    """The first bracket that nothing closes, with its line; "" if there is none."""
+    opened: list[tuple[str, int]] = []
+    for number, line in enumerate(text.split("\n"), 1):
+        for char in re.sub(r'"[^"]*"|#.*', "", line):
+            if char in "{[":
+                opened.append((char, number))
+            elif char in "}]" and opened:
+                opened.pop()
+    return f"the '{opened[-1][0]}' of line {opened[-1][1]}" if opened else ""
 
 
 def _find(name: str) -> Any:

@@ -1,0 +1,33 @@
+"""Which line of a configuration text an error is about, where the error itself does not know.
+
+Called by `load`. Rules are checked on the parsed configuration, which has no lines: what an error quotes is looked for
+in the text.
+"""
+
+from __future__ import annotations
+
+import re
+
+_QUOTED = re.compile(r"'([\w./-]{1,128})'")
+_MOST = 120  # characters of the line that are shown
+
+
+def located(reason: str, path: str, text: str, model: str) -> str:
+    """`reason` with the place in `text`, the file `path`, below its first line; unchanged if it names the file."""
+    if path in reason:
+        return reason
+    first, line_end, rest = reason.partition("\n")
+    return f"{first}\n    {_place(reason, path, text, model)}{line_end}{rest}"
+
+
+def _place(reason: str, path: str, text: str, model: str) -> str:
+    lines = [line.partition("#")[0] for line in text.split("\n")]
+    for word in dict.fromkeys(_QUOTED.findall(reason)):
+        if word == model:
+            continue
+        value, field = re.compile(rf'"{re.escape(word)}"'), re.compile(rf"\b{re.escape(word)}\b\s*[:{{\[]")
+        for pattern in (value, field):
+            for number, line in enumerate(lines, 1):
+                if pattern.search(line):
+                    return f"{path}:{number}: {line.strip()[:_MOST]}"
+    return f"in {path}"

@@ -1,0 +1,86 @@
+"""Where in config.pbtxt an error is, and what to change: as the operator of a broken repository reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from broker.repository.loader.where import located
+from broker.repository.scan import scan
+from tests.fakes import models
+from tests.fakes.loading import reason_of, run
+
+TENSORS = """name: "m"
+max_batch_size: 4
+input { name: "%s" data_type: %s dims: [ -1 ] }  # "y"
+output { name: "y" data_type: TYPE_FP32 dims: [ -1 ] }
+"""
+
+
+@pytest.mark.parametrize(
+    ("tensors", "line", "fix"),
+    [
+        (("x", "TYPE_INT32"), 3, "fix: data_type: TYPE_FP32"),
+        (("X", "TYPE_FP32"), 3, 'fix: name: "x"'),
+        (("image", "TYPE_FP32"), 3, 'fix: name: "x"'),
+    ],
+)
+def test_the_line_is_shown_and_the_edit(tmp_path, tensors, line, fix):
+    lines = reason_of(tmp_path, models.add1(), TENSORS % tensors).split("\n")
+    text = (TENSORS % tensors).split("\n")[line - 1].partition("#")[0].strip()
+    assert lines[1] == f"    {tmp_path}/m/config.pbtxt:{line}: {text}"
+    assert lines[-1].strip() == fix
+
+
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        ('max_batch_size: "4"', "fix: 4, without quotes"),
+        ("max_batch_size: {{ batch }}", "unfilled placeholders: {{ batch }}"),
+        ("instance_group { kind: CPU }", "did you mean 'KIND_CPU'?"),
+        ('input { name: "x" data_type: FP32 dims: 1 }', "did you mean 'TYPE_FP32'?"),
+        ('input { name: "x" data_type: FLOAT dims: 1 }', "did you mean 'TYPE_FP32'?"),
+        ('input [ { name: "x" data_type: TYPE_FP32 dims: [ -1 ]\n', "the '{' of line 1 is not closed"),
+        ('backend: "onnx"', "did you mean 'onnxruntime'?"),
+        ('platform: "onnxruntime_onnx" backend: "pytorch"', 'goes with backend: "onnxruntime"'),
+        ('name: "other"', "fix: leave 'name' out of config.pbtxt, or name: \"m\""),
+    ],
+)
+def test_what_was_meant(tmp_path, config, part):
+    reason = reason_of(tmp_path, models.add1(), config)
+    assert part in reason
+    assert f"{tmp_path}/m/config.pbtxt" in reason
+
+
+def test_a_model_without_versions_says_what_lies_there_instead(tmp_path):
+    directory = tmp_path / "m"
+    directory.mkdir()
+    (directory / "model.onnx").write_bytes(b"x")
+    assert run(tmp_path).reason.endswith(f"fix: move model.onnx into {directory}/1")
+    (directory / "model.onnx").unlink()
+    models.write_model(tmp_path, "m", b"x", version="v1")
+    assert run(tmp_path).reason.endswith("fix: give 'v1' a number as its name")
+    (directory / "v1" / "model.onnx").unlink()
+    models.write_model(directory, "inner", models.add1())
+    assert f"'inner' is a model itself: give {directory} as a model repository" in run(tmp_path).reason
+
+
+def test_a_file_that_is_a_page(tmp_path):
+    reason = reason_of(tmp_path, b"<html>404 Not Found</html>")
+    assert "beginning with '<html>404 Not Found</html>'" in reason
+
+
+def test_repositories_with_the_same_model_are_named(tmp_path: Path):
+    for side in ("a", "b"):
+        models.write_model(tmp_path / side, "same", models.add1())
+    reason = scan([str(tmp_path / "a"), str(tmp_path / "b")]).failures["same"]
+    assert reason.startswith("failed to poll model 'same': not unique across all model repositories")
+    assert reason.endswith(f"it is in {tmp_path}/a and in {tmp_path}/b")
+
+
+def test_what_is_not_in_the_text_is_not_guessed():
+    assert (
+        located("model 'm' has no 'x'", "config.pbtxt", 'name: "m"', "m") == "model 'm' has no 'x'\n    in config.pbtxt"
+    )
+    assert located("config.pbtxt:1: no", "config.pbtxt", "", "m") == "config.pbtxt:1: no"
