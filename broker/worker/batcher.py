@@ -132,10 +132,11 @@ class _Level:
 class DynamicBatcher:
     """Requests concatenated along the batch dimension.
 
-    A batch is dispatched when it reaches a preferred size, cannot grow (maximum reached, or the next request has
-    another signature), or its oldest request has waited `max_queue_delay_microseconds`; with a delay of 0 whatever is
-    queued goes as soon as an instance is free. Level 1 comes first; within a level a client's order is kept and clients
-    take turns, where one whose request does not fit the batch is passed over and begins the next one.
+    A batch is dispatched when it reaches a preferred size, would outgrow all of them, cannot grow (maximum reached, or
+    the next request has another signature), or its oldest request has waited `max_queue_delay_microseconds`; with a
+    delay of 0 whatever is queued goes as soon as an instance is free. Level 1 comes first; within a level a client's
+    order is kept and clients take turns, where one whose request does not fit the batch is passed over and begins the
+    next one.
 
     `hold`: no batch before so many requests are queued, once (TRITONSERVER_DELAY_SCHEDULER, for tests).
     """
@@ -215,6 +216,8 @@ class DynamicBatcher:
                         break
                     line.pass_over()
                     continue
+                if chosen and not preferred and rows + size > self._largest_preferred:
+                    preferred = len(chosen)  # as in Triton: it would be larger than all that are preferred
                 signature = request.signature
                 if request.arrival < oldest:
                     oldest = request.arrival

@@ -102,8 +102,9 @@ def test_the_largest_preferred_size_that_is_reached_goes_first(queued, taken):
 
 def test_preferred_sizes_are_of_rows():
     queue = batcher(8, preferred=(4,))
-    requests = fill(queue, Queued(3), Queued(2), Queued(2))  # 3, 5, 7: never exactly 4
-    assert queue.take(0) == requests
+    requests = fill(queue, Queued(3), Queued(2), Queued(2))  # 3, 5: never exactly 4; then 2, 4
+    assert queue.take(0) == requests[:1]
+    assert queue.take(0) == requests[1:]
 
 
 def test_a_preferred_size_beyond_the_maximum_is_never_reached():
@@ -147,10 +148,12 @@ def test_whoever_has_waited_long_enough_takes_all_along():
     assert queue.take(100 * US) == requests  # not the preferred two: the oldest is late already
 
 
-def test_more_than_the_largest_preferred_size_does_not_wait():
+def test_what_would_be_more_than_the_largest_preferred_size_does_not_wait():
     queue = batcher(8, preferred=(4,), delay=100)
-    requests = fill(queue, Queued(3), Queued(3))
-    assert queue.take(0) == requests
+    requests = fill(queue, Queued(3), Queued(3), Queued(5))
+    assert queue.take(0) == requests[:1]
+    assert queue.take(0) == requests[1:2]
+    assert queue.take(0) == requests[2:], "it is larger by itself"
 
 
 def test_a_batch_that_cannot_grow_does_not_wait():
@@ -304,15 +307,17 @@ class Queueing(RuleBasedStateMachine):
             assert len({request.signature for request in waiting}) == 1
             assert sum(request.rows for request in waiting) < max(self.preferred)
         # Could it have been a preferred size?
-        reached, sizes = 0, []
+        reached, sizes, outgrown = 0, [], 0
         for request in waiting:
             if sizes and (request.signature is None or request.signature is not waiting[0].signature):
                 break
             reached += request.rows
+            if sizes and reached > max(self.preferred) and not self.preferred & set(sizes):
+                outgrown = outgrown or sizes[-1]
             if reached > self.maximum:
                 break
             sizes.append(reached)
-        largest = max(self.preferred & set(sizes), default=0)
+        largest = max(self.preferred & set(sizes), default=0) or outgrown
         overdue = self.delay and min(r.arrival for r in waiting[: len(sizes)]) + self.delay * US <= self.now
         if largest and not overdue:
             assert rows == largest
@@ -373,3 +378,20 @@ def test_a_timeout_of_its_own_delays_a_request_where_that_is_the_action():
     assert queue.late(50 * US) == []
     assert list(queue.take(50 * US)) == [calm]
     assert list(queue.take(50 * US)) == [hurried]
+
+
+@pytest.mark.parametrize("delay", [0, 10_000])
+def test_a_batch_does_not_grow_beyond_all_preferred_sizes(delay):
+    queue = batcher(preferred=(2, 6), delay=delay)
+    first, second = fill(queue, Queued(rows=3, arrival=1), Queued(rows=4, arrival=2))
+    assert list(queue.take(3)) == [first]
+    assert list(queue.take(3)) == ([] if delay else [second])
+    fill(queue, Queued(rows=2, arrival=4))
+    if delay:
+        assert len(queue.take(5)) == 2  # 4 and 2 are preferred
+
+
+def test_a_batch_that_has_waited_takes_all_that_fit():
+    queue = batcher(preferred=(2, 6), delay=10)
+    both = fill(queue, Queued(rows=3, arrival=1), Queued(rows=4, arrival=2))
+    assert list(queue.take(20 * US)) == both
