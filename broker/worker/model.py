@@ -218,6 +218,7 @@ class LoadedModel:
         "copied",
         "count",
         "ensemble",
+        "files",
         "free",
         "generation",
         "immediate",
@@ -241,6 +242,7 @@ class LoadedModel:
         self.instances: list[Instance] = []
         self.free: list[Instance] = []
         self.count = instance_count(config.instance_group) or 1  # what it is to have (see `resizing`)
+        self.files: tuple[tuple[str, str], ...] | None = None  # that it was loaded from (see `resizing`)
         self.resting: list[Instance] = []  # those beyond, when they have nothing to do any more
         self.queue: Queue = queue_for(config, instance_count(config.instance_group))
         self.closed: Verdict | None = None

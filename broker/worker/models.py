@@ -54,11 +54,13 @@ class ModelTable:
         config = message.config.with_data()
         with self.lock:
             old = self._versions.get(config.name, {}).get(message.version)
-        if old is not None and resizing.possible(old, config):
+        files = resizing.files_of(config, message.version)  # before they are read
+        if old is not None and resizing.possible(old, config, files):
             resizing.resize(old, config, blocks, self._loop)
             old.generation = message.generation
             return old
         model = LoadedModel(config, message.version, message.generation)
+        model.files = files
         directory = config.versions.get(message.version)
         if directory is None:
             raise InferError(Code.NOT_FOUND, f"model '{config.name}' has no version {message.version}")

@@ -9,11 +9,11 @@ does.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from msgspec.structs import replace
 
-from broker.repository.config import InstanceGroup, ModelConfig
+from broker.repository.config import InstanceGroup, ModelConfig, file_stamp
 from broker.worker import backends
 from broker.worker.model import Instance, LoadedModel, instance_count
 from broker.worker.warm_up import warm_up
@@ -21,9 +21,23 @@ from broker.worker.warm_up import warm_up
 if TYPE_CHECKING:
     from broker.worker.loop import Loop
 
+Files: TypeAlias = tuple[tuple[str, str], ...] | None  # path and stamp of each
+MAX_FILES = 10_000
 
-def possible(model: LoadedModel, config: ModelConfig) -> bool:
-    """Is `config` that of the loaded model with another number of instances? It must have been made from its files."""
+
+def files_of(config: ModelConfig, version: int) -> Files:
+    """What a version is loaded from, its backend's code included; None: too much to compare."""
+    found = [(path, file_stamp(path)) for path in [os.path.join(config.directory, "backend.py")]]
+    for directory, below, names in os.walk(config.versions.get(version, "")):
+        below[:] = [name for name in below if name != "__pycache__"]
+        found += [(path, file_stamp(path)) for path in (os.path.join(directory, name) for name in names)]
+        if len(found) > MAX_FILES:
+            return None
+    return tuple(sorted(found))
+
+
+def possible(model: LoadedModel, config: ModelConfig, files: Files) -> bool:
+    """Is `config` that of the loaded model with another number of instances, and are its `files` the same?"""
     old = model.config
     batching = config.dynamic_batching
     if config.sequence_batching or config.ensemble or config.decoupled or model.claims:
@@ -33,9 +47,7 @@ def possible(model: LoadedModel, config: ModelConfig) -> bool:
     if instance_count(old.instance_group) == instance_count(config.instance_group):
         return False
     kind = _kind(config)
-    return (
-        kind is not None and kind == _kind(old) and _rest(old) == _rest(config) and _has_one_file(config, model.version)
-    )
+    return kind is not None and kind == _kind(old) and _rest(old) == _rest(config) and files == model.files is not None
 
 
 def resize(model: LoadedModel, config: ModelConfig, blocks: list[memoryview], loop: Loop) -> None:
@@ -77,15 +89,3 @@ def _kind(config: ModelConfig) -> InstanceGroup | None:
 
 def _names(config: ModelConfig) -> list[tuple[InstanceGroup, str]]:
     return [(group, f"{group.name}_{number}") for group in config.instance_group for number in range(group.count)]
-
-
-def _has_one_file(config: ModelConfig, version: int) -> bool:
-    """Code of the model's own, or weights beside the file, may have changed unseen."""
-    if os.path.exists(os.path.join(config.directory, "backend.py")):
-        return False
-    directory = config.versions[version]
-    names = [config.default_model_filename] if version in config.stamps else []
-    try:
-        return os.listdir(directory) == names
-    except OSError:
-        return False

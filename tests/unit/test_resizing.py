@@ -20,6 +20,7 @@ from tests.fakes import models
 from tests.fakes.loading import config_of
 
 GROUP = "instance_group {{ count: {} kind: KIND_CPU }}\n"
+TENSORS = (("input", "x"), ("output", "y"))
 BATCHING = "max_batch_size: 8\ndynamic_batching { }\n"
 
 
@@ -153,9 +154,22 @@ def test_another_file_is_a_load(table):
     assert table.load(table.config(4)) is not table.model
 
 
-def test_files_that_nobody_compares_are_a_load(table):
-    (table.root / "m" / "1" / "weights").write_bytes(b"may have changed")
-    assert table.load(table.config(4)) is not table.model
+@pytest.mark.parametrize("name", ["1/weights", "1/more/weights", "backend.py"])
+def test_what_lies_beside_the_file_counts_too(table, name):
+    path = table.root / "m" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("from broker.worker.backends.onnxruntime import load\n")
+    rest = BATCHING + "".join(f'{side} {{ name: "{name}" data_type: TYPE_FP32 dims: -1 }}\n' for side, name in TENSORS)
+    table.model = table.load(table.config(4, rest))
+    assert table.load(table.config(3, rest)) is table.model
+    path.write_text("from broker.worker.backends.onnxruntime import load  # changed\n")
+    assert table.load(table.config(4, rest)) is not table.model
+
+
+def test_more_files_than_are_compared_are_a_load(table, monkeypatch):
+    monkeypatch.setattr(resizing, "MAX_FILES", 1)
+    table.model = table.load(table.config(4))
+    assert table.load(table.config(3)) is not table.model
 
 
 def test_the_same_number_is_a_load(table):
