@@ -159,7 +159,8 @@ def test_what_lies_beside_the_file_counts_too(table, name):
     path = table.root / "m" / name
     path.parent.mkdir(exist_ok=True)
     path.write_text("from broker.worker.backends.onnxruntime import load\n")
-    rest = BATCHING + "".join(f'{side} {{ name: "{name}" data_type: TYPE_FP32 dims: -1 }}\n' for side, name in TENSORS)
+    rest = BATCHING + 'default_model_filename: "model.onnx"\n'
+    rest += "".join(f'{side} {{ name: "{name}" data_type: TYPE_FP32 dims: -1 }}\n' for side, name in TENSORS)
     table.model = table.load(table.config(4, rest))
     assert table.load(table.config(3, rest)) is table.model
     path.write_text("from broker.worker.backends.onnxruntime import load  # changed\n")
