@@ -323,14 +323,17 @@ class Inference:
             entry = await self._entry(resolved.key, request, resolved, deadline_ns)
             if not entry.decoupled:  # it was reloaded as another kind of model
                 raise InferError(Code.UNAVAILABLE, f"model '{request.model}' was reloaded meanwhile: ask again")
-            await self.plans.make_room(entry)
             writers = await self._writers(entry)
             values, inline = self._values(entry, request)
+            sequence = correlation.sequence_of(request) if request.sequence_id else correlation.NO_SEQUENCE
+            timeout_ns = _queue_timeout_ns(request, deadline_ns)
+            async with self.plans.room(entry):
+                stream = entry.plan.stream_arrays(values, deadline_ns, _priority(request), sequence, timeout_ns)
+                await stream  # it is sent
         except InferError as error:
+            if is_gone(error) and not anew:
+                return await self._begin(request, caller, resolved, deadline_ns, anew=True)
             raise told(error, request, resolved.aliases.values()) from None
-        sequence = correlation.sequence_of(request) if request.sequence_id else correlation.NO_SEQUENCE
-        timeout_ns = _queue_timeout_ns(request, deadline_ns)
-        stream = entry.plan.stream_arrays(values, deadline_ns, _priority(request), sequence, timeout_ns)
 
         async def deliver(result: InferResult) -> InferResponse:
             nonlocal inline

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 from broker.gateway import correlation, validation
@@ -48,7 +48,8 @@ class Entry:
 
     `outputs`: name and datatype in the order of the answer. `targets`: those outputs that go to regions. `direct`: the
     model writes these itself; else the result is made in the gateway's memory and copied. `small`: it has two places;
-    `growing`: it is getting more. `inside`: requests that have or want a place.
+    `growing`: it is getting more. `inside`: requests that have or want a place. `entering`: see `PlanCache.room`.
+    `ensemble`: its responses tell the sequence that they belong to.
     `decoupled`: there may be any number of responses to a request, which come one by one.
     `text_id`: the sequence id is an input, the last one.
     `labels`: the class names of outputs that have some, as the last request that asked for classes found them.
@@ -59,6 +60,8 @@ class Entry:
         "byte_size",
         "decoupled",
         "direct",
+        "ensemble",
+        "entering",
         "growing",
         "inside",
         "labels",
@@ -89,10 +92,12 @@ class Entry:
         self.targets = targets
         self.batched = model.max_batch_size > 0
         self.decoupled = model.decoupled
+        self.ensemble = model.platform == "ensemble"
         self.direct = direct
         self.small = True
         self.growing: asyncio.Task[None] | None = None
         self.inside = 0
+        self.entering = asyncio.Lock()
         self.text_id = text_id
         self.labels: Mapping[str, Sequence[bytes]] = {}
         # In one order for everybody, so that no two requests wait for each other.
@@ -116,7 +121,6 @@ class PlanCache:
         self._max_plans, self._max_bytes = max_plans, max_bytes
         self._entries: OrderedDict[Hashable, Entry] = OrderedDict()
         self._making: dict[Hashable, asyncio.Task[Entry]] = {}
-        self._widening = asyncio.Lock()
         self.byte_size = 0
 
     def __len__(self) -> int:
@@ -154,12 +158,13 @@ class PlanCache:
             await asyncio.shield(entry.growing)
             entry.growing = None
 
-    async def make_room(self, entry: Entry) -> None:
-        """For one more request that may last for minutes: it does not wait for the places of others."""
-        if entry.plan.crowded:
-            async with self._widening:
-                if entry.plan.crowded:
-                    await self._grow(entry)
+    @contextlib.asynccontextmanager
+    async def room(self, entry: Entry) -> AsyncIterator[None]:
+        """Inside, one request that may last for minutes takes its place: it does not wait for those of others."""
+        async with entry.entering:
+            if entry.plan.crowded:
+                await self._grow(entry)
+            yield
 
     async def _grow(self, entry: Entry) -> None:
         # Without room, or without its model, it stays as it is: what is wrong the next request will be told.
