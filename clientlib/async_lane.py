@@ -1,7 +1,8 @@
 """A channel on an event loop: one poller for all requests of the loop, and a queue for those that find it full.
 
 While requests end in quick succession the poller takes one look per turn of the loop; when 200 µs passed without one
-it asks to be rung and lets the loop watch the pipe. Used on its loop only.
+it asks to be rung and lets the loop watch the pipe. While only streams are outstanding whose readers have enough, it
+does not look: their workers wait. Used on its loop only.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from shm.layout import FINAL
 
 BUSY_S = 200e-6  # polling costs 15 µs a request, being rung 40 µs: worth it while requests follow each other
 REST_S = 0.05  # longest rest while requests are outstanding: bounds what a lost wake-up could cost
+PAUSE_S = 5.0  # between two looks for streams that nobody reads; a worker gives up after 30 s without one
 LATE_S = 0.3  # for the ring of what a rest finds completed when it ends; after a death it is the broker that rings
 
 
@@ -41,6 +43,7 @@ class AsyncLane:
         "__weakref__",
         "_active",
         "_busy",
+        "_held",
         "_left",
         "_loop",
         "_queue",
@@ -62,6 +65,7 @@ class AsyncLane:
         self._rest: asyncio.TimerHandle | None = None
         self._unrung = False  # something was completed, and nobody has rung since
         self._queue: deque[Sends] = deque()
+        self._held: set[Sends] = set()  # streams of which enough has come: what waits for them alone may wait
         self._loop.add_reader(channel.pipe_fd, self._rung)
 
     def submit(self, pending: Sends) -> None:
@@ -81,6 +85,17 @@ class AsyncLane:
         except ValueError:
             return False
         return True
+
+    def hold(self, stream: Sends) -> None:
+        """Its reader has enough to read: its worker may wait, unless other requests need to be looked after."""
+        self._held.add(stream)
+
+    def let_come(self, stream: Sends) -> None:
+        """What comes for it is wanted again, if only its end."""
+        if stream in self._held:
+            self._held.remove(stream)
+            if not self._busy and self.error is None:
+                self._wake()
 
     def close(self) -> None:
         """End everything that is outstanding, as far as this process is concerned."""
@@ -109,6 +124,9 @@ class AsyncLane:
         self._send_queued()  # also when nothing was reaped: who looks for free memory reaps too
         if not channel.outstanding:
             self._busy = False
+        elif self._held and channel.outstanding == len(self._held):
+            self._busy = False
+            self._rest = self._loop.call_later(PAUSE_S, self._paused)
         elif self._loop.time() - self._active < BUSY_S:
             self._loop.call_soon(self._poll)
         elif channel.rest():
@@ -130,6 +148,11 @@ class AsyncLane:
             self._stop(InferError(Code.UNAVAILABLE, GONE))
             self._left.channel_gone()
         elif not self._busy:
+            self._wake()
+
+    def _paused(self) -> None:
+        self._rest = None
+        if not self._busy:
             self._wake()
 
     def _rested(self) -> None:
@@ -154,6 +177,7 @@ class AsyncLane:
             self._rest.cancel()
         self.channel.close()
         queued, self._queue = self._queue, deque()
+        self._held.clear()
         for pending in (*self.channel.abandoned(), *queued):
             pending.settle((0, 0, Code[error.code] | FINAL, 0, 0, 0, 0, 0), error.message.encode())
 

@@ -7,6 +7,7 @@ channel's until the request has ended.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from types import TracebackType
@@ -166,12 +167,15 @@ class AsyncInflow:
         "__weakref__",
         "_arguments",
         "_bound",
+        "_cancelled",
         "_come",
         "_deadline_ns",
         "_ended",
         "_ident",
         "_inbox",
+        "_is_held",
         "_lease",
+        "_loop",
         "_plan",
         "_timer",
         "input_slot",
@@ -204,6 +208,9 @@ class AsyncInflow:
         self._lease = lease
         self._ended = False
         self._ident = 0
+        self._cancelled = False
+        self._is_held = False  # by the lane, as enough is here to read
+        self._loop = asyncio.get_running_loop()
         self._come = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         copied = layout.write(self.input_slot, values) if values else 0
@@ -215,7 +222,7 @@ class AsyncInflow:
         self._bound.lane.submit(self)
         if self._deadline_ns:
             remaining_s = (self._deadline_ns - time.monotonic_ns()) * 1e-9
-            self._timer = asyncio.get_running_loop().call_later(remaining_s, self._expire)
+            self._timer = self._loop.call_later(remaining_s, self._expire)
 
     def send(self) -> bool:
         """Put it into the channel; False when that is full. Called by the lane."""
@@ -238,7 +245,11 @@ class AsyncInflow:
             note_outgrown(self._bound.layout, inbox)
             self._end()
         elif inbox.deaf:
+            self._let_come()
             self._bound.channel.cancel(entry[1])
+        elif inbox.enough and not self._cancelled:
+            self._bound.lane.hold(self)
+            self._is_held = True
         if inbox.ready:
             self._come.set()
 
@@ -256,7 +267,11 @@ class AsyncInflow:
         """Await the next response. See `AsyncSource`."""
         inbox = self._inbox
         while True:
-            result = inbox.take()
+            try:
+                result = inbox.take()
+            finally:
+                if self._is_held and not inbox.enough:
+                    self._let_come()
             if result is not None:
                 return result
             if inbox.over:
@@ -271,21 +286,30 @@ class AsyncInflow:
         if self._bound.lane.withdraw(self):
             self.settle((0, 0, Code.CANCELLED | FINAL, 0, 0, 0, 0, 0), b"the request was cancelled")
             return True
+        self._cancelled = True
+        self._let_come()
         return self._bound.channel.cancel(self._ident)
 
     def close(self) -> None:
         """Nobody reads any more."""
+        self.let_go()
+        self._come.set()
+        self._let_come()
+
+    def let_go(self) -> None:
+        """The same from any thread."""
         self._inbox.close()
-        self._come.set()  # from another thread only where nobody awaits it
         if not self._ended and self._ident and self._bound.lane.error is None:
             self._bound.channel.cancel(self._ident, wait=False)  # else with the next part
-
-    let_go = close
+            if self._is_held:
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    self._loop.call_soon_threadsafe(self._let_come)
 
     def _end(self) -> None:
         self._bound.live.pop(self.output_slot, None)
         self._lease = None
         self._ended = True
+        self._let_come()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -296,7 +320,13 @@ class AsyncInflow:
         if self._bound.lane.withdraw(self):
             self._end()
         elif not self._ended and self._bound.lane.error is None:
+            self._let_come()
             self._bound.channel.cancel(self._ident)
+
+    def _let_come(self) -> None:
+        if self._is_held:
+            self._is_held = False
+            self._bound.lane.let_come(self)
 
 
 @final

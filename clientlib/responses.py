@@ -34,6 +34,7 @@ LARGEST_ROOM = 256 << 10  # … and at most: what is larger comes in parts
 MANY_PARTS = 8  # of one response: the next stream gets larger rooms
 LARGEST = 1 << 30  # bytes of one response
 UNREAD = 64 << 20  # bytes that may wait for the reader, beside one response
+ENOUGH, ENOUGH_BYTES = 64, 16 << 20  # responses, or bytes, of which no more need to come until some were read
 OVERHEAD = 1 << 10  # bytes that a response takes beside its outputs'
 
 
@@ -278,6 +279,11 @@ class Inbox:
     def over(self) -> bool:
         """Has everything been taken?"""
         return self._closed or (self.ended and not self._queue and self._error is None)
+
+    @property
+    def enough(self) -> bool:
+        """May what comes next wait until some of this was read?"""
+        return not self.ended and (len(self._queue) >= ENOUGH or self._came - self._gone >= ENOUGH_BYTES)
 
     def put(self, entry: tuple[int, ...], note: bytes) -> None:
         """Take in a completion, laid out as `shm.layout.COMPLETION`. Never raises: who reaps does so for others too."""

@@ -133,12 +133,56 @@ def test_unread_responses_hold_nobody_up(client):
 
 
 @on_loop
-async def test_a_slow_reader_gets_what_is_kept_and_is_told(client):
+async def test_the_worker_waits_for_a_slow_reader(client):
+    """Until its responses are all there, 200 MiB, of which never more than a fraction wait."""
+    stream = client.stream("acts", acts(200, 1 << 20))
+    most = index = 0
+    async for result in stream:
+        assert same(result, index, 1 << 20)
+        index += 1
+        for _ in range(20):
+            await asyncio.sleep(0)  # the loop has time to take in more
+        most = max(most, stream.unread_bytes)
+    assert index == 200
+    assert most < 40 << 20
+    small = client.stream("repeat", repeat(2000))
+    most = 0
+    async for _ in small:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        most = max(most, small.unread_bytes)
+    assert most < 1 << 20
+
+
+@pytest.mark.parametrize("how", ["cancel", "close", "drop", "deadline"])
+def test_what_waits_for_its_reader_ends_at_once(streaming, how):
+    @on_loop
+    async def test(client):
+        stream = client.stream("acts", acts(1000, 1 << 20), timeout=2 if how == "deadline" else None)
+        await stream
+        inflow = stream._source
+        while not (inflow._is_held or inflow._ended):  # noqa: ASYNC110 (the lane does it)
+            await asyncio.sleep(0.001)
+        async with asyncio.timeout(4):  # sooner than the lane looks by itself
+            if how == "cancel":
+                assert stream.cancel()
+            elif how == "close":
+                stream.close()
+            elif how == "drop":
+                del stream
+            while not inflow._ended:  # noqa: ASYNC110 (the lane does it)
+                await asyncio.sleep(0.001)
+        assert len([_ async for _ in client.stream("repeat", repeat(100))]) == 100
+
+    test(streaming)
+
+
+@on_loop
+async def test_a_reader_who_is_too_slow_beside_others_gets_what_is_kept_and_is_told(client):
     stream = client.stream("acts", acts(1000, 1 << 20))
-    first = await anext(stream)
-    assert same(first, 0, 1 << 20)
-    while not stream._source._inbox.deaf:  # noqa: ASYNC110 (the lane fills it)
-        await asyncio.sleep(0.001)
+    assert same(await anext(stream), 0, 1 << 20)
+    while not stream._source._inbox.deaf:
+        assert await indexes(client.stream("acts", acts(1))) == [0]  # for which the lane looks
     assert stream.unread_bytes > 60 << 20
     seen: list[clientlib.InferResult] = []
     with pytest.raises(InferError, match="wait to be read") as caught:
