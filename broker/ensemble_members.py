@@ -35,9 +35,14 @@ def misfit(catalogue: Catalogue, config: ModelConfig) -> str:
 
 
 def as_members_are(catalogue: Catalogue, config: ModelConfig) -> ModelConfig:
-    """The ensemble's configuration with what follows from its members: it is decoupled when one of them is."""
+    """The ensemble's configuration with what follows from its members.
+
+    It is decoupled when one of them is, and an output without class names of its own has those of the member's.
+    """
     serving = {name: catalogue.serving(name) for name in catalogue.known}
     configs = {name: each for name, each in serving.items() if each is not None}
+    labels = ensembles.labels(config, configs)
+    config = replace(config, output=tuple(replace(each, labels=labels[each.name]) for each in config.output))
     if config.decoupled or not ensembles.is_decoupled(config, configs):
         return config
     stated = {**json.loads(config.json), "model_transaction_policy": {"decoupled": True}}

@@ -330,8 +330,10 @@ def _set_known(request: InferRequest, name: str, value: Any) -> None:
 def _write_parameter(parameter: Any, value: Parameter) -> None:
     if isinstance(value, bool):
         parameter.bool_param = value
-    elif isinstance(value, int):
+    elif isinstance(value, int) and value < 1 << 63:
         parameter.int64_param = value
+    elif isinstance(value, int):
+        parameter.uint64_param = value  # the id of a sequence
     elif isinstance(value, float):
         parameter.double_param = value
     else:

@@ -31,6 +31,21 @@ def members(ensemble: Ensemble) -> tuple[str, ...]:
     return tuple(dict.fromkeys(step.model_name for step in ensemble.step))
 
 
+def labels(config: ModelConfig, configs: Mapping[str, ModelConfig]) -> dict[str, bytes]:
+    """Class names of each output: its own label file's, else those of the output of the step that writes it.
+
+    `configs`: the configuration of every member.
+    """
+    assert config.ensemble is not None
+    found = {
+        tensor: output.labels
+        for step in config.ensemble.step
+        for output in configs[step.model_name].output
+        if (tensor := step.output_map.get(output.name)) is not None
+    }
+    return {output.name: output.labels or found.get(output.name, b"") for output in config.output}
+
+
 def cycle(name: str, ensembles: Mapping[str, Ensemble]) -> str:
     """Triton's text if the ensemble `name` is a member of itself through others, else "".
 

@@ -6,8 +6,6 @@ Also what a request can meet on its way: a cancel or a deadline while a step wai
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +21,9 @@ from shm.errors import InferError
 from tests.fakes import models
 from tests.fakes.broker import eventually
 from tests.fakes.gateways import Gateway
+from tests.fakes.lone_worker import Gate
 
 pytestmark = pytest.mark.timeout(120)
-DELAY_S = 0.4
 
 
 def tensors(kind: str, *described: str) -> str:
@@ -85,7 +83,9 @@ sequence_batching { direct { } control_input [
   { name: "START" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } },
   { name: "READY" control { kind: CONTROL_SEQUENCE_READY int32_false_true: [ 0, 1 ] } } ] }"""
 IDENTITY = 'backend: "identity"'
-SLOW = f'{IDENTITY} parameters {{ key: "execute_delay_ms" value {{ string_value: "{DELAY_S * 1000:.0f}" }} }}'
+SLOW = """backend: "gate" parameters { key: "worker_group" value { string_value: "default" } }
+parameters { key: "gate" value { string_value: "%s/gate" } }
+parameters { key: "told" value { string_value: "%s/told" } }"""
 KEPT = "response_cache { enable: true }"
 
 
@@ -111,7 +111,7 @@ def write_members(root: Path) -> None:
     member(root, "sums", ["INPUT INT32 1"], ["OUTPUT INT32 1"], CONTROLS)
     pair = ["INPUT0 FP32 4", "INPUT1 FP32 4 optional: true"]
     member(root, "optional", pair, ["OUTPUT0 FP32 4", "OUTPUT1 FP32 -1"], IDENTITY)
-    member(root, "slow", ["INPUT0 FP32 4"], ["OUTPUT0 FP32 4"], SLOW)
+    member(root, "slow", ["x FP32 4"], ["y FP32 4"], SLOW % (root / "slow", root / "slow"))
     models.write_model(root, "kept", models.add1(), config=f"max_batch_size: 4 {KEPT}")
 
 
@@ -132,7 +132,7 @@ def write_ensembles(root: Path) -> None:
     one = step("optional", "INPUT0=IN INPUT1=MORE", "OUTPUT0=mid OUTPUT1=SECOND")
     inputs = ["IN FP32 4", "MORE FP32 4 optional: true"]
     ensemble(root, "options", inputs, ["OUT FP32 4", "SECOND FP32 -1"], one, step("add1", "x=mid", y))
-    slow = [step("slow", "INPUT0=IN", "OUTPUT0=mid"), step("add1", "x=mid", y)]
+    slow = [step("slow", x, "y=mid"), step("add1", "x=mid", y)]
     ensemble(root, "slowly", *fp32, *slow)
     ensemble(root, "slower", *fp32, step("slowly", "IN=IN", "OUT=OUT"))
     ensemble(root, "gated", *fp32, *slow, more="max_inflight_requests: 1")
@@ -143,8 +143,16 @@ def write_ensembles(root: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    root = tmp_path_factory.mktemp("repository")
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gate]:
+    """Of the member `slow`, in the repository."""
+    gate = Gate(tmp_path_factory.mktemp("repository") / "slow")
+    yield gate
+    gate.close()
+
+
+@pytest.fixture(scope="module")
+def broker(gate: Gate, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    root = gate.directory.parent
     write_members(root)
     write_ensembles(root)
     with Gateway(root, tmp_path_factory.mktemp("run"), "--cache-config=local,size=1000000") as broker:
@@ -208,9 +216,13 @@ def test_sequences_go_through_to_their_member(broker):
             given = triton.InferInput("IN", [1, 1], "INT32")
             given.set_data_from_numpy(np.array([[value]], np.int32))
             result = client.infer("stateful", [given], sequence_id=number, client_timeout=30, **ends)
+            told = result.get_response().parameters
+            assert number == getattr(told["sequence_id"], told["sequence_id"].WhichOneof("parameter_choice"))
+            for end in ("sequence_start", "sequence_end"):
+                assert told[end].bool_param == ends.get(end, False)
             return int(result.as_numpy("OUT")[0, 0])
 
-        ids: list[int | str] = [7, 8, "nine"]
+        ids: list[int | str] = [7, 2**63 - 1, "nine"]
         assert [ask(each, 10 * at, sequence_start=True) for at, each in enumerate(ids)] == [0, 10, 20]
         assert [ask(each, 1) for each in ids] == [1, 11, 21]
         assert [ask(each, 2, sequence_end=True) for each in ids] == [3, 13, 23]
@@ -242,63 +254,68 @@ def executions(client: clientlib.Client, model: str) -> int:
     return sum(int(row["execution_count"]) for row in client.statistics(model))
 
 
+HELD = np.full((1, 4), -1, np.float32)  # the gate holds it back; what comes out in the end is 1
+
+
+def submitted(client: clientlib.Client, name: str, count: int) -> list[clientlib.Pending]:
+    """Requests that are held back, of one plan."""
+    region = client.create_region(f"held by {name}", 4096)
+    region.array((1, 4), np.float32)[:] = HELD
+    plan = client.prepare(name, {"IN": region.tensor((1, 4), "FP32")})
+    return [plan.submit() for _ in range(count)]
+
+
 @pytest.mark.parametrize("name", ["slowly", "slower", "gated"])
-def test_a_cancel_takes_back_the_step_that_waits(client, name):
+def test_a_cancel_takes_back_the_step_that_waits(client, gate, name):
     before = executions(client, "slow")
-    x = client.create_region(f"{name}-x", 4096).tensor((1, 4), "FP32")
-    plan = client.prepare(name, {"IN": x})
-    first, second, third = (plan.submit() for _ in range(3))
-    began = time.monotonic()
+    first, second, third = submitted(client, name, 3)
+    gate.entered()
     third.cancel()
     with pytest.raises(InferError) as caught:
         third.result(30)
-    took = time.monotonic() - began
     assert caught.value.code == "CANCELLED"
+    assert not first.done()
     assert not second.done()
-    assert took < 30
+    gate.let(2)
     for request in (first, second):
-        assert np.array_equal(request.result(30)["OUT"], np.ones((1, 4), np.float32))
+        assert request.result(30)["OUT"].tolist() == [[1] * 4]
+    gate.entered(1)
     eventually(lambda: executions(client, "slow") == before + 2, "only two have run")
-    assert executions(client, "slow") == before + 2
 
 
-def test_a_deadline_ends_the_step_that_waits(client):
+def test_a_deadline_ends_the_step_that_waits(client, gate):
     before = executions(client, "slow")
-    x = client.create_region("deadline-x", 4096).tensor((1, 4), "FP32")
-    plan = client.prepare("slowly", {"IN": x})
-    first = plan.submit()
+    (first,) = submitted(client, "slowly", 1)
+    gate.entered()
     with pytest.raises(InferError, match="Request timeout expired"):
-        plan.infer(timeout=DELAY_S / 4)
+        client.infer("slowly", {"IN": HELD}, timeout=0.1)
+    eventually(lambda: client.statistics("slowly")[0]["pending"] == 1, "its step is not queued any more")
+    gate.let()
     first.result(30)
-    assert plan.infer(timeout=30)["OUT"].tolist() == [[1] * 4]
-    assert executions(client, "slow") == before + 2
+    assert client.infer("slowly", {"IN": rows()}, timeout=30)["OUT"].tolist() == [[2, 3, 4, 5]]
+    eventually(lambda: executions(client, "slow") == before + 2, "only two have run")
 
 
-def test_a_client_that_goes_leaves_nothing_behind(broker, client):
+def test_a_client_that_goes_leaves_nothing_behind(broker, client, gate):
     before = executions(client, "slow")
     gone = clientlib.connect(f"ipc://{broker.directory}")
-    plan = gone.prepare("slowly", {"IN": gone.create_region("gone-x", 4096).tensor((1, 4), "FP32")})
-    for _ in range(4):
-        plan.submit()
-    eventually(lambda: any(row["pending"] for row in broker.status()["models"] if row["name"] == "slowly"), "they came")
+    submitted(gone, "slowly", 4)
+    gate.entered()
+    eventually(lambda: client.statistics("slowly")[0]["pending"] == 4, "they came")
     gone.close()
-    assert client.infer("slowly", {"IN": rows()}, timeout=30)["OUT"].tolist() == [[1, 2, 3, 4]]
-    assert executions(client, "slow") < before + 4
+    eventually(lambda: client.statistics("slowly")[0]["pending"] == 1, "those that waited are gone")
+    gate.let()
+    assert client.infer("slowly", {"IN": rows()}, timeout=30)["OUT"].tolist() == [[2, 3, 4, 5]]
+    eventually(lambda: executions(client, "slow") == before + 2, "only two have run")
 
 
-def test_no_more_than_one_at_each_step(client):
-    answers: list[Any] = []
-
-    def ask(at: int) -> None:
-        answers.append((at, client.infer("gated", {"IN": rows(1, at)}, timeout=30)["OUT"]))
-
-    threads = [threading.Thread(target=ask, args=(at,)) for at in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(answers) == 3
-    assert all(np.array_equal(found, rows(1, at) + 1) for at, found in answers)
+def test_no_more_than_one_at_each_step(client, gate):
+    requests = submitted(client, "gated", 3)
+    gate.entered()
+    eventually(lambda: client.statistics("gated")[0]["pending"] == 3, "they came")
+    gate.let(3)
+    assert [request.result(30)["OUT"].tolist() for request in requests] == [[[1] * 4]] * 3
+    gate.entered(2)
 
 
 def inference_stats(broker: Gateway, model: str) -> dict[str, Any]:

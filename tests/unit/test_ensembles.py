@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from broker.repository.config import InstanceGroup, ModelConfig, TensorConfig
-from broker.repository.ensembles import check_available, check_members, cycle, is_decoupled, members
+from broker.repository.ensembles import check_available, check_members, cycle, is_decoupled, labels, members
 from broker.repository.scheduling import Ensemble, Step
 from shm.errors import InferError
 
@@ -181,3 +181,11 @@ def test_responses_may_be_read_beside_what_they_follow_from(second):
     check_members(one_after_the_other, configs)
     assert is_decoupled(one_after_the_other, configs)
     assert not is_decoupled(ensemble(*CHAIN), {"a": identity("a", 16), "b": identity("b", 16)})
+
+
+def test_class_names_are_the_members_unless_there_are_own():
+    last = model("b", (tensor("X", 16),), (tensor("Y", 16, labels=b"cat\ndog"),))
+    configs = {"a": identity("a", 16), "b": last}
+    assert labels(ensemble(*CHAIN), configs) == {"OUT": b"cat\ndog"}
+    assert labels(ensemble(*CHAIN, outputs=(tensor("OUT", 16, labels=b"own"),)), configs) == {"OUT": b"own"}
+    assert labels(ensemble(*CHAIN), configs | {"b": identity("b", 16)}) == {"OUT": b""}
