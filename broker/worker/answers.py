@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from broker.worker.model import Instance
 from broker.worker.plans import Bytes, Plan
 from broker.worker.response_statistics import CANCEL, EMPTY, FAIL, SUCCESS, ResponseClock
 from broker.worker.running import check_sizes
+from broker.worker.sequence import Sequence as SequenceRecord
 from broker.worker.stream import Arrays
 from shm import datatypes, responses, statistics
 from shm.admission import Request, Verdict
@@ -44,7 +45,7 @@ _now = time.monotonic_ns
 class Streams:
     """The requests of one model that have begun and not ended."""
 
-    __slots__ = ("_dropped", "_live", "assembly", "lock")
+    __slots__ = ("_dropped", "_live", "again", "assembly", "lock")
 
     def __init__(self, config: ModelConfig) -> None:
         sequence = config.sequence_batching
@@ -58,6 +59,7 @@ class Streams:
         self.lock = threading.Lock()  # the statistics, which any thread of the model's may add to
         self._live: dict[Request, Answers] = {}
         self._dropped: deque[Answers] = deque()
+        self.again: dict[Request, Answers] = {}  # of requests that are to run once more; that runs even if they ended
 
     def __len__(self) -> int:
         return len(self._live)
@@ -100,6 +102,7 @@ class Answers:
         "_plan",
         "_rooms",
         "_streams",
+        "kept",
         "request",
         "tensors",
     )
@@ -117,11 +120,17 @@ class Answers:
         self._rooms = [tensor.place.byte_size // plan.responses for tensor in plan.outputs]
         self._numbers: deque[int] = deque(maxlen=plan.responses)  # of the latest parts, to know when they were read
         self._parts = 0
+        self.kept: dict[str, Any] = {}  # by the model, from one run of the request to the next
         self._began = now
         self._clock = ResponseClock(instance.block, streams.lock, now)
         self._lock = threading.Lock()  # one response at a time; what ended is written no more
         self._ended = False  # its final completion is published
         self._over = False  # by the model, or nobody wants more: sending is no mistake, and does nothing
+
+    @property
+    def over(self) -> bool:
+        """Has it ended?"""
+        return self._ended
 
     def is_unwanted(self) -> bool:
         """As `Stream.cancelled`."""
@@ -165,6 +174,18 @@ class Answers:
         with self._lock:
             if not self._ended:
                 self._fail(error, True)
+
+    def reschedule(self) -> None:
+        """As `Stream.reschedule`. The queue does it when the run is over (`broker.worker.sequences`)."""
+        record = self.request.sequence
+        batching = self._instance.model.config.sequence_batching
+        if batching is None or not batching.iterative_sequence or not isinstance(record, SequenceRecord):
+            raise not_rescheduled()
+        with self._lock:
+            if self._ended or self._over:
+                return
+            record.again = True
+            self._streams.again[self.request] = self
 
     def let_go(self) -> None:
         """Nobody holds the stream any more."""
@@ -299,6 +320,15 @@ class Answers:
         self._clock.sent(SUCCESS, now)
         with self._streams.lock:
             self._instance.count_copy("output", copied)
+
+
+def not_rescheduled() -> InferError:
+    """For a model that cannot have a request run again."""
+    return InferError(
+        Code.INVALID_ARG,
+        "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model does not have "
+        "sequence_batching { iterative_sequence: true }",
+    )
 
 
 def _count_ending(block: memoryview, request: Request) -> None:

@@ -137,8 +137,14 @@ def _control_value(control: Control, row: Row) -> Any:
         if control.datatype == datatypes.BYTES:
             return _text_id(row)
         return 0 if row is None else _id(row) & 0xFFFFFFFFFFFFFFFF
-    on = row is not None and (control.kind == "CONTROL_SEQUENCE_READY" or bool(row.flags & _FLAGS[control.kind]))
+    on = row is not None and (control.kind == "CONTROL_SEQUENCE_READY" or bool(_flags(row) & _FLAGS[control.kind]))
     return control.on if on else control.off
+
+
+def _flags(row: Request) -> int:
+    """Those of a run that is not the request's first are not its own."""
+    given: int | None = None if row.sequence is None else row.sequence.run_flags  # type: ignore[attr-defined]
+    return row.flags if given is None else given
 
 
 def _id(row: Request) -> int:

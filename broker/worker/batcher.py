@@ -60,8 +60,9 @@ class SingleQueue:
         """When the oldest request came: it never waits for others. 0 when nothing is queued."""
         return min((request.arrival for request in self._line.heads()), default=0)
 
-    def done(self, instance: int, batch: Sequence[Row]) -> None:
+    def done(self, instance: int, batch: Sequence[Row]) -> int:
         """Nothing waits for that."""
+        return 0
 
     def late(self, now: int) -> list[tuple[Request, Verdict]]:
         """Nobody waits too long here."""
@@ -250,8 +251,9 @@ class DynamicBatcher:
         heads = (request.arrival for line in self._lines() for request in line.heads())
         return min(heads, default=-self._delay) + self._delay
 
-    def done(self, instance: int, batch: Sequence[Row]) -> None:
+    def done(self, instance: int, batch: Sequence[Row]) -> int:
         """Nothing waits for that."""
+        return 0
 
     def late(self, now: int) -> list[tuple[Request, Verdict]]:
         """Those that their level's policy lets wait no longer, and those that newer ones took the place of."""

@@ -48,13 +48,17 @@ def run_streams(instance: Instance, streams: Streams, requests: Sequence[Request
     """Give a batch to the model. Every request gets its ending from its stream, here or later, in any thread."""
     given: list[Stream] = []
     for request in requests:
+        earlier = streams.again.pop(request, None)
+        if earlier is not None and earlier.over:
+            continue
         request.queue_ns = now - request.arrival
-        taker = taker_of(instance, streams, request, now)
+        taker = earlier or taker_of(instance, streams, request, now)
         try:
             inputs = _inputs(instance, streams, request)
             assert isinstance(request.plan, Plan)
             names = [tensor.name for tensor in request.plan.outputs]
-            given.append(Stream(taker, inputs, names, request.request_id, request.rows))
+            kept = taker.kept if isinstance(taker, Answers) else None
+            given.append(Stream(taker, inputs, names, request.request_id, request.rows, kept))
         except Exception as error:
             taker.send(None, _described(error), True)
     if not given:

@@ -269,6 +269,10 @@ class _StepTaker:
     def computed(self) -> None:
         """Statistics by response are kept for clients' requests only."""
 
+    def reschedule(self) -> None:
+        """As `Stream.reschedule`."""
+        raise InferError(Code.UNSUPPORTED, "a step of an ensemble cannot be rescheduled")
+
     def let_go(self) -> None:
         """The member forgot the step. Called while memory is collected, so somebody else ends it."""
         if not self._ended:

@@ -346,13 +346,14 @@ class Loop:
     def _run(self, batch: Batch) -> None:
         requests = batch.requests
         groups = by_channel(requests)
-        for channel, own in groups:
-            channel.start(own)
+        streams = batch.instance.model.streams
+        for channel, own in groups:  # what runs once more has been started, and may have ended
+            channel.start(own if streams is None else [request for request in own if not request.attempts])
         if requests[0].attempts > 1:  # alone, as a suspect
             batch.instance.block[statistics.RETRIED] += 1
         run_batch(batch.instance, requests, batch.rows)
         order = batch.instance.model.in_order
-        if batch.instance.model.streams is not None:
+        if streams is not None:
             pass  # each ends when its model sends the final response
         elif order is not None and not batch.alone:
             order.end(batch.number, groups)

@@ -42,8 +42,8 @@ class Queue(Protocol):
     def due(self) -> int:
         """When to ask `take` again although nothing else happens before; 0: nothing will change by itself."""
 
-    def done(self, instance: int, batch: Sequence[Row]) -> None:
-        """A batch that `take` gave has ended, however it ended."""
+    def done(self, instance: int, batch: Sequence[Row]) -> int:
+        """A batch that `take` gave has ended, however it ended. How many of it wait here again, to run once more?"""
 
     def remove(self, request: Request) -> bool:
         """Drop a request that waits (cancelled, expired, its client is gone); False when it is not here."""

@@ -256,13 +256,16 @@ class Scheduler:
         """The batch has run; its instance is free."""
         with self.lock:
             instance = batch.instance
+            again = 0
             if not batch.alone:
-                instance.model.queue.done(instance.index, batch.rows)
+                again = instance.model.queue.done(instance.index, batch.rows)
+                if again and instance.model not in self.queued:
+                    self.queued.append(instance.model)
                 if instance.model.claims and self.limiter is not None:
                     self.limiter.end(instance.model.claims[instance.index])
             instance.model.free_again(instance)
             self.running -= 1
-            self._requests -= len(batch.requests)
+            self._requests -= len(batch.requests) - again
             if batch.alone:
                 self.alone = False
             if instance.model.timed:

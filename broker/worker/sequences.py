@@ -5,6 +5,7 @@ Pure state machines as `broker.worker.queues` says; its caller there holds the l
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections import OrderedDict
@@ -16,7 +17,7 @@ from broker.repository.scheduling import SequenceBatching
 from broker.worker.queues import Queue, Row
 from broker.worker.sequence import Sequence
 from shm.admission import Request, Verdict
-from shm.errors import Code, InferError
+from shm.errors import Code
 from shm.layout import SEQUENCE_END, SEQUENCE_START
 
 CANCELLED: Final[Verdict] = (Code.CANCELLED, "a step of its sequence was cancelled")
@@ -34,7 +35,7 @@ _log = logging.getLogger(__name__)
 class _Line:
     """One sequence here: what waits of it, what runs, and the slot it holds (None: in the backlog)."""
 
-    __slots__ = ("ended", "key", "last", "queue", "record", "running", "slot")
+    __slots__ = ("ended", "key", "last", "own", "queue", "record", "running", "slot")
 
     def __init__(self, key: Key, record: Sequence) -> None:
         self.key = key
@@ -43,6 +44,7 @@ class _Line:
         self.running: Request | None = None
         self.slot: tuple[int, int] | None = None
         self.ended = False  # its END has come
+        self.own = 0  # the flags of a sequence that is one request without an id, run again and again
         self.last = 0  # when something was heard of it last, or its last run ended
 
     def ready(self) -> bool:
@@ -68,9 +70,11 @@ class Sequences:
         self._patience: dict[_Line, int] = {}  # when those in the backlog end that have a request with a deadline
         self._quiet: OrderedDict[_Line, None] = OrderedDict()  # those that can time out, the longest idle first
         self._dropped: dict[Request, Verdict] = {}  # they leave by `late`
+        self._again: set[Request] = set()  # those that wait to run once more: they have begun, and leave by `done` only
         self._waiting = 0
         self._until = 0  # draining: when it is over
         self.late_at = 0
+        self._numbers = itertools.count(1 << 63)  # ids of sequences that are one request without an id
         self._hold = (delay, backlog_delay)  # TRITONSERVER_DELAY_SCHEDULER, TRITONSERVER_BACKLOG_DELAY_SCHEDULER
 
     def __len__(self) -> int:
@@ -82,8 +86,12 @@ class Sequences:
         if refusal is not None:
             return refusal
         number, key = request.sequence_id, _key(request)
+        alone = not number
+        if alone:
+            number = next(self._numbers)
+            key = (key[0], number)
         line = self._live.get(key)
-        if request.flags & SEQUENCE_START:
+        if request.flags & SEQUENCE_START or alone:
             record = Sequence(number)
             if line is None:
                 line = self._live[key] = _Line(key, record)
@@ -105,7 +113,9 @@ class Sequences:
         until = request.deadline or request.queue_timeout
         if line.slot is None and until:
             self._patience[line] = min(until, self._patience.get(line, until))
-        if request.flags & SEQUENCE_END:
+        if alone:
+            line.own = SEQUENCE_START
+        if request.flags & SEQUENCE_END or alone:
             line.ended = True
             del self._live[key]
         self._touch(line, now)
@@ -118,9 +128,9 @@ class Sequences:
             return Code.INVALID_ARG, (
                 f"inference request {to_model} batch-size 1 due to requirements of sequence batcher"
             )
-        if not request.sequence_id:
+        if not request.sequence_id and not self._config.iterative_sequence:
             return Code.INVALID_ARG, f"inference request {to_model} a non-zero or non-empty correlation ID"
-        if not request.flags & SEQUENCE_START:
+        if request.sequence_id and not request.flags & SEQUENCE_START:
             if _key(request) in self._live:
                 return None
             return Code.INVALID_ARG, (
@@ -162,14 +172,28 @@ class Sequences:
         """The lines of this instance whose requests run now."""
         raise NotImplementedError
 
-    def done(self, instance: int, batch: Rows[Row]) -> None:
+    def done(self, instance: int, batch: Rows[Row]) -> int:
         """Those that ran leave their sequences; one whose END has run frees its slot."""
+        again = 0
         for row in batch:
-            if row is not None and (line := self._lines.pop(row, None)) is not None:
-                line.running = None
-                line.last = max(line.last, _ended(row))
-                self._settle(line)
+            line = self._lines.get(row) if row is not None else None
+            if row is None or line is None:
+                continue
+            line.running = None
+            record = row.sequence
+            if isinstance(record, Sequence) and record.again:
+                record.again = False
+                line.queue[row] = None
+                line.queue.move_to_end(row, last=False)
+                self._again.add(row)
+                self._waiting += 1
+                again += 1
+                continue
+            del self._lines[row]
+            line.last = max(line.last, _ended(row))
+            self._settle(line)
         self._look()
+        return again
 
     def remove(self, request: Request) -> bool:
         """Drop a request that waits. A sequence ends with its START, and as in Triton with a step that is cancelled."""
@@ -177,7 +201,7 @@ class Sequences:
             self._look()
             return True
         line = self._lines.get(request)
-        if line is None or line.running is request:
+        if line is None or line.running is request or request in self._again:
             return False
         del line.queue[request], self._lines[request]
         self._waiting -= 1
@@ -222,8 +246,12 @@ class Sequences:
         line.running = request
         record = request.sequence
         assert isinstance(record, Sequence)
-        record.flags = request.flags
-        record.started = bool(request.flags & SEQUENCE_START)
+        record.flags = request.flags | line.own
+        if self._config.iterative_sequence:
+            record.run_flags = record.flags = 0 if request in self._again else record.flags
+            self._again.discard(request)
+            request.arrival = now  # should it run again, others have their turn before
+        record.started = bool(record.flags & SEQUENCE_START)
         self._touch(line, now)
         return request
 
@@ -241,11 +269,10 @@ class Sequences:
 
     def _end(self, line: _Line, verdict: Verdict) -> None:
         """The sequence is over; what runs of it frees the slot when it ends."""
-        for request in line.queue:
-            del self._lines[request]
+        for request in [request for request in line.queue if request not in self._again]:
+            del line.queue[request], self._lines[request]
             self._dropped[request] = verdict
-        self._waiting -= len(line.queue)
-        line.queue.clear()
+            self._waiting -= 1
         if self._live.get(line.key) is line:
             del self._live[line.key]
         line.ended = True
@@ -348,12 +375,6 @@ def queue_for(config: ModelConfig, instances: int) -> Queue:
     """The scheduler of a model with `sequence_batching`."""
     batching = config.sequence_batching
     assert batching is not None
-    if batching.iterative_sequence:
-        raise InferError(
-            Code.UNSUPPORTED,
-            f"model '{config.name}' has iterative_sequence, which is not supported: send every step of a sequence as a"
-            " request",
-        )
     delay = _number("TRITONSERVER_DELAY_SCHEDULER")
     backlog = _number("TRITONSERVER_BACKLOG_DELAY_SCHEDULER")
     batch = max(1, config.max_batch_size)

@@ -11,7 +11,7 @@ from typing import Any, Protocol, final
 
 import numpy.typing as npt
 
-from shm.errors import InferError
+from shm.errors import Code, InferError
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -31,6 +31,9 @@ class Taker(Protocol):
     def computed(self) -> None:
         """As `Stream.computed`."""
 
+    def reschedule(self) -> None:
+        """As `Stream.reschedule`."""
+
     def let_go(self) -> None:
         """Nobody holds the stream any more."""
 
@@ -40,13 +43,24 @@ class Stream:
     """A request as a decoupled model sees it (`broker.worker.backends.DecoupledModel`). Any thread may use it.
 
     `inputs`: arrays by name, copies of the client's; BYTES as object arrays of `bytes`. `outputs`: the names that the
-    client asked for; what it did not ask for is not sent. `request_id`: the client's number, 0 without one.
+    client asked for; what it did not ask for is not sent. `request_id`: the client's number, 0 without one. `kept`:
+    what the model keeps of a request that it has run again (`reschedule`).
     """
 
-    __slots__ = ("_answers", "inputs", "outputs", "request_id", "rows")
+    __slots__ = ("_answers", "_released", "inputs", "kept", "outputs", "request_id", "rows")
 
-    def __init__(self, answers: Taker, inputs: Arrays, outputs: Sequence[str], request_id: int, rows: int) -> None:
+    def __init__(
+        self,
+        answers: Taker,
+        inputs: Arrays,
+        outputs: Sequence[str],
+        request_id: int,
+        rows: int,
+        kept: dict[str, Any] | None = None,
+    ) -> None:
         self._answers = answers
+        self._released = False
+        self.kept: dict[str, Any] = {} if kept is None else kept
         self.inputs: Arrays = MappingProxyType(dict(inputs))
         self.outputs = tuple(outputs)
         self.request_id = request_id
@@ -67,11 +81,26 @@ class Stream:
         Copies the arrays. Waits while the client has 16 responses unread. Raises InferError for outputs that the model
         does not have or in another datatype, and after the final response.
         """
+        if self._released:
+            raise InferError(Code.INTERNAL, "Unable to send response. Response sender has been closed.")
         self._answers.send(outputs, error, final)
+
+    def reschedule(self) -> None:
+        """In place of a final response, before `execute` returns: run the request once more, when others had their
+        turn. The model gets it as a new stream, with what `kept` has; this one is over.
+
+        Raises InferError unless the model has `sequence_batching { iterative_sequence: true }`.
+        """
+        if self._released:
+            raise InferError(Code.INTERNAL, "the request was rescheduled already")
+        self._answers.reschedule()
+        self._released = True
 
     def fail(self, error: InferError) -> None:
         """End it with an error, unless it has ended: for whoever ran the model, which raised."""
+        self._released = False
         self._answers.fail(error)
 
     def __del__(self) -> None:
-        self._answers.let_go()
+        if not self._released:
+            self._answers.let_go()

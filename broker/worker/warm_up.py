@@ -140,6 +140,10 @@ class _Ending:
     def computed(self) -> None:
         """No statistics."""
 
+    def reschedule(self) -> None:
+        """Once is enough."""
+        self.came.set()
+
     def let_go(self) -> None:
         """Without a final response."""
         if not self.came.is_set():

@@ -81,7 +81,7 @@ def runtime(monkeypatch):
 
 
 def sequence(number: int, text: str = "") -> SimpleNamespace:
-    return SimpleNamespace(id=number, text=text, started=True, states={})
+    return SimpleNamespace(run_flags=None, id=number, text=text, started=True, states={})
 
 
 class Sequences:
