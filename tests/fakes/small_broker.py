@@ -1,11 +1,12 @@
 """A broker and its worker as one thread of the test's own process, over a real socket, real memory and real channels.
 
-It answers what a client asks, knows five models, and does as told: hold requests back, hang up, come back under a new
+It answers what a client asks, knows six models, and does as told: hold requests back, hang up, come back under a new
 epoch. No models are loaded and nothing is checked that the real broker checks.
 
     double   y = 2 * x, FP32 [-1, -1]         twice   y = 2 * x, FP32 [-1, 4], max_batch_size 8
     nonzero  i = numpy.nonzero(x), open       echo    BYTES in, BYTES out
     spread   y = x, 40,000 times over: more than any client reserves at first
+    several  decoupled, x: FP32 [-1], y: INT32 [-1]; the test answers, as `several`
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ MODELS = {
         _model("echo", _tensor("x", "BYTES", (-1,), ("n",)), _tensor("y", "BYTES", (-1,), ("n",))),
     )
 }
+MODELS["several"] = msgspec.structs.replace(
+    _model("several", _tensor("x", "FP32", (-1,), ("n",)), _tensor("y", "INT32", (-1,), ("?y:0",))), decoupled=True
+)
 
 
 class _Plan:
@@ -73,6 +77,7 @@ class _Plan:
         self.signature: object = None
         self.simple = False
         self.busy = bytearray(prepare.output_positions)
+        self.responses = prepare.responses
 
     def conflict(self, input_position: int, output_position: int) -> str:
         return "output overlaps another" if self.busy[output_position] else ""
@@ -139,6 +144,7 @@ class SmallBroker:
         self.calls: list[str] = []
         self.deadlines: list[int] = []  # of the submissions, as they came
         self.answers: dict[str, Callable[[Any], Any]] = {}  # what to answer instead, by type of request
+        self.several: Callable[[Request], bool] = lambda request: True  # runs a request; does it end now?
         self._held: list[Request] = []
         self._generation = 0
         self._fence = threading.Lock()
@@ -239,7 +245,11 @@ class SmallBroker:
 
     def _run(self, request: Request) -> None:
         assert isinstance(request.plan, _Plan)
-        request.plan.run(request)
+        if request.plan.responses:
+            if not self.several(request):
+                return
+        else:
+            request.plan.run(request)
         request.channel.complete([request])
         self.completed += 1
 

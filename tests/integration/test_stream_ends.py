@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -134,8 +135,8 @@ def test_unread_responses_hold_nobody_up(client):
 
 @on_loop
 async def test_the_worker_waits_for_a_slow_reader(client):
-    """Until its responses are all there, 200 MiB, of which never more than a fraction wait."""
-    stream = client.stream("acts", acts(200, 1 << 20))
+    """Until its responses are all there, 100 MiB, of which never more than a fraction wait."""
+    stream = client.stream("acts", acts(100, 1 << 20))
     most = index = 0
     async for result in stream:
         assert same(result, index, 1 << 20)
@@ -143,7 +144,7 @@ async def test_the_worker_waits_for_a_slow_reader(client):
         for _ in range(20):
             await asyncio.sleep(0)  # the loop has time to take in more
         most = max(most, stream.unread_bytes)
-    assert index == 200
+    assert index == 100
     assert most < 40 << 20
     small = client.stream("repeat", repeat(2000))
     most = 0
@@ -226,6 +227,26 @@ def test_a_client_that_closes_in_the_middle(streaming):
     with pytest.raises(InferError, match="closed"):
         list(stream)
     assert list(stream) == []
+
+
+def test_a_forked_child_is_told_to_connect_again(client):
+    stream = client.stream("repeat", repeat(100_000, 1))
+    next(stream)
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            list(stream)
+        except clientlib.ForkedError:
+            stream.close()
+            code = 0 if list(stream) == [] else 2
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    next(stream)  # what the child did is nothing to the parent
+    stream.close()
+    assert works(client)
 
 
 READER = """
