@@ -5,8 +5,11 @@ Made by the clients' `stream`. One response comes as that of any other request; 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import final
 
+from clientlib import process
 from clientlib.remote.async_plans import AsyncRemotePending
 from clientlib.remote.core import Remote, closed
 from clientlib.remote.layout import Layout, Position
@@ -65,9 +68,12 @@ class RemoteInflow:
     def close(self) -> None:
         """See `clientlib.streams.Source`."""
         self._over = True
-        self._answers.cancel()
+        self.let_go()
 
-    let_go = close
+    def let_go(self) -> None:
+        """See `clientlib.streams.Source`."""
+        if self._remote.made_in == process.generation:
+            self._answers.cancel()
 
 
 @final
@@ -104,9 +110,10 @@ class RemoteSingle:
 class AsyncRemoteInflow:
     """The answers to a request of a decoupled model, on an event loop. `owner` keeps the client and the plan."""
 
-    __slots__ = ("_answers", "_copied", "_layout", "_over", "_owner", "_remote")
+    __slots__ = ("_answers", "_copied", "_layout", "_loop", "_over", "_owner", "_remote")
 
     def __init__(self, owner: object, remote: Remote, layout: Layout, answers: AsyncAnswers, copied: int) -> None:
+        self._loop = asyncio.get_running_loop()
         self._owner = owner
         self._remote = remote
         self._layout = layout
@@ -147,18 +154,23 @@ class AsyncRemoteInflow:
         self._answers.cancel()
 
     def let_go(self) -> None:
-        """gRPC cancels a call that nobody refers to."""
+        """See `clientlib.async_streams.AsyncSource`."""
+        if self._remote.made_in == process.generation:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._answers.cancel)
 
 
 @final
 class AsyncRemoteSingle:
     """The one response of a model that is not decoupled, on an event loop."""
 
-    __slots__ = ("_pending", "_taken")
+    __slots__ = ("_loop", "_made_in", "_pending", "_taken")
 
     def __init__(self, pending: AsyncRemotePending) -> None:
         self._pending = pending
         self._taken = False
+        self._loop = asyncio.get_running_loop()
+        self._made_in = process.generation
 
     @property
     def final(self) -> bool:
@@ -187,4 +199,7 @@ class AsyncRemoteSingle:
         self._pending.cancel()
 
     def let_go(self) -> None:
-        """It ends by itself."""
+        """See `clientlib.async_streams.AsyncSource`."""
+        if self._made_in == process.generation:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._pending.cancel)

@@ -113,14 +113,18 @@ def test_cancel_in_the_middle(client):
     assert not stream.cancel()
 
 
-def test_who_leaves_early_gives_everything_back(connect):
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_who_leaves_early_gives_everything_back(connect, how):
     client = connect(slots=4)
     for _ in range(20):
         stream = client.stream("repeat", repeat(1000, 1), timeout=30)
         next(stream)
-        stream.close()
-        assert list(stream) == []
+        if how == "close":
+            stream.close()
+            assert list(stream) == []
+        del stream
     assert indexes(client.stream("acts", acts(3), timeout=30)) == [0, 1, 2]
+    assert client.infer("add1", {"x": X}, timeout=30)["y"].shape == X.shape
 
 
 def test_the_deadline_is_for_all_of_it(client):
