@@ -285,7 +285,9 @@ class Run:
         """Of an output, as the client has it. Raises InferError if it does not fit where the client wants it."""
         request, model, value = self._request, self._ensemble.model, self._values[tensor.name]
         reshape = model.reshapes.get(tensor.name)
-        shape = value.shape if reshape is None else reshape.to_client(tensor.name, value.shape)
+        shape = value.shape
+        if reshape is not None:
+            shape = reshape.to_client(tensor.name, fitted(shape, reshape.model) or shape)
         wanted = tensor.shape_of(request.rows)
         if shape != wanted:
             shape = fitted(shape, wanted) or shape

@@ -121,6 +121,8 @@ def write_ensembles(root: Path) -> None:
     ensemble(root, "outer", *fp32, step("inner", "IN=IN", "OUT=mid"), step("inner", "IN=mid", "OUT=OUT"))
     ensemble(root, "pinned", *fp32, step("versions", x, "y=mid", 1), step("versions", "x=mid", y, 2))
     ensemble(root, "reshaped", *fp32, step("square", x, "y=mid"), step("add1", "x=mid", y))
+    square = "OUT FP32 2,2 reshape { shape: [ 4 ] }"  # which the member has with a batch dimension
+    ensemble(root, "alone", ["IN FP32 1,4"], [square], step("square", x, "y=mid"), step("add1", "x=mid", y), batch=0)
     ensemble(root, "texts", ["IN STRING -1"], ["OUT STRING -1"], step("text", x, "y=mid"), step("text", "x=mid", y))
     steps = (step("nonzero", "x=IN", "y=where"), step("gather", "index=where", "y=OUT"))
     ensemble(root, "unknown", ["IN FP32 -1"], ["where INT64 1,-1", "OUT FP32 1,-1,4"], *steps, batch=0)
@@ -184,6 +186,11 @@ def test_floats_through(client, name, expected):
     for count in (1, 3, 4):
         x = rows(count, 7)
         assert np.array_equal(client.infer(name, {"IN": x}, timeout=30)["OUT"], expected(x))
+
+
+def test_an_ensemble_that_does_not_batch_has_members_that_do(client):
+    x = rows(1, 7)
+    assert client.infer("alone", {"IN": x}, timeout=30)["OUT"].tolist() == (2 * x + 1).reshape(2, 2).tolist()
 
 
 def test_strings_of_any_length(client):
