@@ -316,6 +316,8 @@ class Loop:
         if refused:
             self._count_endings(refused)
             channel.complete(refused)
+            if steps := [request for request in refused if request.sequence_id and request.ended == Code.CANCELLED]:
+                self.scheduler.miss(steps)
         # A running request is not interrupted; its ending tells how it ended.
         for request in [request for request, admitted in notable if admitted]:
             withdraw(request)

@@ -12,9 +12,10 @@ from typing import final
 
 from broker.worker.batch import Batch
 from broker.worker.deadlines import Deadlines
-from broker.worker.model import MISSING, Instance, LoadedModel
+from broker.worker.model import Instance, LoadedModel
 from broker.worker.queues import Row
 from broker.worker.rate_limiter import Pool, RateLimiter, claims_of
+from broker.worker.retirement import claim, needed
 from broker.worker.sequences import Sequences
 from broker.worker.trim import trim
 from broker.worker.turn import Turn
@@ -142,6 +143,15 @@ class Scheduler:
     def _unlist(self, model: LoadedModel) -> None:
         self.queued.remove(model)
         model.instances[0].block[statistics.PENDING] = len(model.queue)
+
+    def miss(self, requests: Sequence[Request]) -> None:
+        """These steps of sequences were cancelled before they could be queued."""
+        with self.lock:
+            for request in requests:
+                queue = request.plan.model.queue  # type: ignore[union-attr]
+                if isinstance(queue, Sequences):
+                    queue.miss(request)
+            self._look_at_times()
 
     def drop(self, channel: WorkerChannel) -> list[Request]:
         """Take back everything queued from one channel: its client is gone."""
@@ -365,7 +375,7 @@ class Scheduler:
             surplus = [instance for model in self.shrinking for instance in model.surplus()]
             self.shrinking = [model for model in self.shrinking if len(model.instances) > model.count]
             wanted = [request.plan.model for request in self.suspects]  # type: ignore[union-attr]
-            done = [m for m in self.retired if not _needed(m, now) and m not in wanted and _claim(m)]
+            done = [m for m in self.retired if not needed(m, now) and m not in wanted and claim(m)]
             self.retired = [m for m in self.retired if m not in done]
             self.timed = [m for m in self.timed if m not in done]
         for instance in surplus:
@@ -376,21 +386,3 @@ class Scheduler:
             model.close()
         if done or surplus:
             trim()
-
-
-def _needed(model: LoadedModel, now: int) -> bool:
-    """Does it have work, or will it have?"""
-    queue = model.queue
-    return bool(len(queue) or model.pins or (isinstance(queue, Sequences) and queue.goes_on(now)))
-
-
-def _claim(model: LoadedModel) -> bool:
-    """Take all instances, so that nothing can begin to run any more; False when one is at work."""
-    if model.streams:
-        return False
-    free, model.free = model.free, []  # at once: the leader's inline path pops without the lock
-    if len(free) < len(model.instances):
-        model.free.extend(free)
-        return False
-    model.closed = MISSING
-    return True

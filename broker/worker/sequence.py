@@ -1,8 +1,16 @@
-"""What a worker keeps of one sequence, from its START to its END: found at `Request.sequence` by whoever runs it."""
+"""What a worker keeps of one sequence, from its START to its END.
+
+`Sequence` is found at `Request.sequence` by whoever runs it, `Line` is what its scheduler keeps (`sequences`).
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import final
+
+from shm.admission import Request
+
+Key = tuple[int, int]  # whose it is, its id: equal ids of two native clients are two sequences
 
 
 @final
@@ -23,3 +31,24 @@ class Sequence:
         self.run_flags: int | None = None
         self.flags = 0
         self.states: dict[str, object] = {}
+
+
+@final
+class Line:
+    """One sequence here: what waits of it, what runs, and the slot it holds (None: in the backlog)."""
+
+    __slots__ = ("ended", "key", "last", "own", "queue", "record", "running", "slot")
+
+    def __init__(self, key: Key, record: Sequence) -> None:
+        self.key = key
+        self.record = record  # of the request that was added last
+        self.queue: OrderedDict[Request, None] = OrderedDict()
+        self.running: Request | None = None
+        self.slot: tuple[int, int] | None = None
+        self.ended = False  # its END has come
+        self.own = 0  # the flags of a sequence that is one request without an id, run again and again
+        self.last = 0  # when something was heard of it last, or its last run ended
+
+    def ready(self) -> bool:
+        """May its next step run?"""
+        return bool(self.queue) and self.running is None

@@ -15,7 +15,7 @@ from typing import Final, final
 from broker.repository.config import ModelConfig
 from broker.repository.scheduling import SequenceBatching
 from broker.worker.queues import Queue, Row
-from broker.worker.sequence import Sequence
+from broker.worker.sequence import Key, Line, Sequence
 from shm.admission import Request, Verdict
 from shm.errors import Code
 from shm.layout import SEQUENCE_END, SEQUENCE_START
@@ -27,28 +27,7 @@ STOPPING: Final[Verdict] = (
     "Server is stopping, scheduler for model has stopped accepting new inference requests",
 )
 
-Key = tuple[int, int]  # whose it is, its id: equal ids of two native clients are two sequences
 _log = logging.getLogger(__name__)
-
-
-@final
-class _Line:
-    """One sequence here: what waits of it, what runs, and the slot it holds (None: in the backlog)."""
-
-    __slots__ = ("ended", "key", "last", "own", "queue", "record", "running", "slot")
-
-    def __init__(self, key: Key, record: Sequence) -> None:
-        self.key = key
-        self.record = record  # of the request that was added last
-        self.queue: OrderedDict[Request, None] = OrderedDict()
-        self.running: Request | None = None
-        self.slot: tuple[int, int] | None = None
-        self.ended = False  # its END has come
-        self.own = 0  # the flags of a sequence that is one request without an id, run again and again
-        self.last = 0  # when something was heard of it last, or its last run ended
-
-    def ready(self) -> bool:
-        return bool(self.queue) and self.running is None
 
 
 class Sequences:
@@ -63,12 +42,12 @@ class Sequences:
         self._config = config
         self._idle = config.max_sequence_idle_microseconds * 1000
         self._wait = config.max_queue_delay_microseconds * 1000
-        self._slots: list[list[_Line | None]] = [[None] * slots for _ in range(instances)]
-        self._live: dict[Key, _Line] = {}  # those whose END has not come
-        self._lines: dict[Request, _Line] = {}  # of requests that wait or run
-        self._backlog: OrderedDict[_Line, None] = OrderedDict()
-        self._patience: dict[_Line, int] = {}  # when those in the backlog end that have a request with a deadline
-        self._quiet: OrderedDict[_Line, None] = OrderedDict()  # those that can time out, the longest idle first
+        self._slots: list[list[Line | None]] = [[None] * slots for _ in range(instances)]
+        self._live: dict[Key, Line] = {}  # those whose END has not come
+        self._lines: dict[Request, Line] = {}  # of requests that wait or run
+        self._backlog: OrderedDict[Line, None] = OrderedDict()
+        self._patience: dict[Line, int] = {}  # when those in the backlog end that have a request with a deadline
+        self._quiet: OrderedDict[Line, None] = OrderedDict()  # those that can time out, the longest idle first
         self._dropped: dict[Request, Verdict] = {}  # they leave by `late`
         self._again: set[Request] = set()  # those that wait to run once more: they have begun, and leave by `done` only
         self._waiting = 0
@@ -94,7 +73,7 @@ class Sequences:
         if request.flags & SEQUENCE_START or alone:
             record = Sequence(number)
             if line is None:
-                line = self._live[key] = _Line(key, record)
+                line = self._live[key] = Line(key, record)
                 if not self._place(line):
                     self._backlog[line] = None
             else:
@@ -168,7 +147,7 @@ class Sequences:
         """Would `take` give this instance something?"""
         return bool(self._next(now, instance))
 
-    def _next(self, now: int, instance: int, most: int = 0) -> list[_Line]:
+    def _next(self, now: int, instance: int, most: int = 0) -> list[Line]:
         """The lines of this instance whose requests run now."""
         raise NotImplementedError
 
@@ -214,6 +193,16 @@ class Sequences:
         self._look()
         return True
 
+    def miss(self, request: Request) -> None:
+        """A step was cancelled before it came here; those behind it may have come by now."""
+        key = _key(request)
+        line = self._live.get(key)
+        if line is None:
+            line = next((line for line in self._lines.values() if line.key == key), None)
+        if line is not None:
+            self._end(line, CANCELLED)
+            self._look()
+
     def late(self, now: int) -> list[tuple[Request, Verdict]]:
         """End idle sequences, and those in the backlog with a request whose time-out has passed."""
         for line in [line for line, until in self._patience.items() if until <= now]:
@@ -240,7 +229,7 @@ class Sequences:
         self._hold = (0, 0)
         return False
 
-    def _start(self, line: _Line, now: int) -> Request:
+    def _start(self, line: Line, now: int) -> Request:
         request, _ = line.queue.popitem(last=False)
         self._waiting -= 1
         line.running = request
@@ -255,11 +244,11 @@ class Sequences:
         self._touch(line, now)
         return request
 
-    def _touch(self, line: _Line, now: int) -> None:
+    def _touch(self, line: Line, now: int) -> None:
         line.last = now
         self._quiet.pop(line, None)
 
-    def _settle(self, line: _Line) -> None:
+    def _settle(self, line: Line) -> None:
         if line.queue or line.running is not None:
             return
         if line.ended:
@@ -267,7 +256,7 @@ class Sequences:
         elif line not in self._quiet:
             self._quiet[line] = None
 
-    def _end(self, line: _Line, verdict: Verdict) -> None:
+    def _end(self, line: Line, verdict: Verdict) -> None:
         """The sequence is over; what runs of it frees the slot when it ends."""
         for request in [request for request in line.queue if request not in self._again]:
             del line.queue[request], self._lines[request]
@@ -279,7 +268,7 @@ class Sequences:
         self._quiet.pop(line, None)
         self._settle(line)
 
-    def _release(self, line: _Line) -> None:
+    def _release(self, line: Line) -> None:
         self._quiet.pop(line, None)
         self._backlog.pop(line, None)
         self._patience.pop(line, None)
@@ -295,7 +284,7 @@ class Sequences:
                 self._backlog.move_to_end(follower, last=False)
                 return
 
-    def _place(self, line: _Line) -> bool:
+    def _place(self, line: Line) -> bool:
         """The lowest free slot of the instance with most room, so that batches stay short."""
         instance = max(range(len(self._slots)), key=lambda i: (self._slots[i].count(None), -i))
         if None not in self._slots[instance]:
@@ -321,7 +310,7 @@ class DirectSequences(Sequences):
         highest = max(index for index, line in enumerate(slots) if line is not None)
         return [self._start(line, now) if line in chosen else None for line in slots[: highest + 1]]
 
-    def _next(self, now: int, instance: int, most: int = 0) -> list[_Line]:
+    def _next(self, now: int, instance: int, most: int = 0) -> list[Line]:
         slots = self._slots[instance]
         ready = [line for line in slots if line is not None and line.ready()]
         if not ready or self._held():
@@ -354,7 +343,7 @@ class OldestSequences(Sequences):
         """Up to the batch size; a smaller batch than preferred waits for the queue delay."""
         return [self._start(line, now) for line in self._next(now, instance, most)]
 
-    def _next(self, now: int, instance: int, most: int = 0) -> list[_Line]:
+    def _next(self, now: int, instance: int, most: int = 0) -> list[Line]:
         ready = [line for line in self._slots[instance] if line is not None and line.ready()]
         if not ready or self._held():
             return []

@@ -1,0 +1,24 @@
+"""When a model that was unloaded or replaced may be closed. Used by `broker.worker.scheduler`, under its lock."""
+
+from __future__ import annotations
+
+from broker.worker.model import MISSING, LoadedModel
+from broker.worker.sequences import Sequences
+
+
+def needed(model: LoadedModel, now: int) -> bool:
+    """Does it have work, or will it have?"""
+    queue = model.queue
+    return bool(len(queue) or model.pins or (isinstance(queue, Sequences) and queue.goes_on(now)))
+
+
+def claim(model: LoadedModel) -> bool:
+    """Take all instances, so that nothing can begin to run any more; False when one is at work."""
+    if model.streams:
+        return False
+    free, model.free = model.free, []  # at once: the leader's inline path pops without the lock
+    if len(free) < len(model.instances):
+        model.free.extend(free)
+        return False
+    model.closed = MISSING
+    return True
