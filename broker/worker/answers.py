@@ -151,15 +151,13 @@ class Answers:
             )
         with self._lock:
             if self._over:
-                if final:
-                    self._clock.sent(CANCEL, _now())
+                self._count_unwanted(outputs, error)
                 return
             if self._ended:
                 raise InferError(Code.INTERNAL, "Unable to send response. Response sender has been closed.")
             if self.request.ended:
                 self._give_up(CANCELLED)
-                if final:
-                    self._clock.sent(CANCEL, _now())
+                self._count_unwanted(outputs, error)
             elif error:
                 failure = error if isinstance(error, InferError) else InferError(Code.INTERNAL, error)
                 self._fail(failure, final)
@@ -202,6 +200,10 @@ class Answers:
                 self._lock.release()
 
     # --- with the lock -----------------------------------------------------------------------------------------------
+
+    def _count_unwanted(self, outputs: Arrays | None, error: str | InferError) -> None:
+        """As in Triton, what a model sends after its client has left counts; its end is the cancellation."""
+        self._clock.sent(FAIL if error else CANCEL if outputs is None else SUCCESS, _now())
 
     def _respond(self, outputs: Arrays, final: bool) -> None:
         began = _now()

@@ -7,12 +7,13 @@ that have an output or an error, `CUSTOM_CANCEL_DELAY_NS` after a cancellation w
 
 from __future__ import annotations
 
+import time
 from typing import final
 
 import numpy as np
 
 from broker.worker.backends import Binding, Context, Operand
-from broker.worker.backends.builtin import cpu_only, decoupled_only, no_bindings, number, sleep_unless
+from broker.worker.backends.builtin import cpu_only, decoupled_only, no_bindings, number
 from broker.worker.stream import Stream
 
 
@@ -46,14 +47,14 @@ class Square:
         count = int(value[0])
         shape = stream.inputs["IN"].shape
         for index in range(count):
-            sleep_unless(lambda: stream.cancelled, self._infer_s)
-            if stream.cancelled:
-                sleep_unless(lambda: False, self._cancel_s)
+            if stream.cancelled:  # a response that was begun is finished, as Triton's does
+                time.sleep(self._cancel_s)
                 break
+            time.sleep(self._infer_s)
             if index >= count - self._empty:
                 continue
             stream.computed()
-            sleep_unless(lambda: stream.cancelled, self._output_s)
+            time.sleep(self._output_s)
             if index >= count - self._empty - self._fail:
                 stream.send(error="square backend's intentional error, as CUSTOM_FAIL_COUNT says")
             else:
