@@ -148,9 +148,9 @@ class Scheduler:
         """These steps of sequences were cancelled before they could be queued."""
         with self.lock:
             for request in requests:
-                queue = request.plan.model.queue  # type: ignore[union-attr]
-                if isinstance(queue, Sequences):
-                    queue.miss(request)
+                model: LoadedModel | None = request.plan.model if request.plan is not None else None  # type: ignore[attr-defined]
+                if model is not None and isinstance(model.queue, Sequences):
+                    model.queue.miss(request)
             self._look_at_times()
 
     def drop(self, channel: WorkerChannel) -> list[Request]:
