@@ -73,7 +73,7 @@ def told(error: InferError, request: InferRequest, aliases: Iterable[Alias]) -> 
     if message.startswith(_TOO_SMALL):
         code = Code.INTERNAL.name
     elif message.startswith(EXPIRED):
-        message = EXPIRED
+        return InferError(code, EXPIRED)  # in Triton without the id, unlike a full queue
     else:
         message = _STRINGS.sub(lambda found: f"{found[1]} for model '{request.model}'", message)
     return InferError(code, f"[request id: {request.id or UNKNOWN_ID}] {message}")
