@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 import clientlib
@@ -24,6 +25,7 @@ from bench.in_process import InProcess
 from bench.measure import LEAST, Row, against, interleave, sample, spread
 from bench.models import Model, identity, network
 from bench.processes import Broker, Companion
+from bench.reloader import Order
 from bench.report import Column, Goal, Table, machine, plot, publish
 from bench.settings import Settings, parse
 
@@ -73,15 +75,21 @@ class Case:
     measure: Callable[[Bench], dict[str, float]]
 
 
-def sleeper(seconds: float) -> str:
-    """The order to load a model of no use that takes so long."""
+def sleeper(seconds: float) -> Order:
+    """To load a model of no use that takes so long."""
     tensors = {"input": "INPUT0", "output": "OUTPUT0"}
     config = {
         "backend": "identity",
         "parameters": {"creation_delay_sec": {"string_value": str(seconds)}},
         **{side: [{"name": name, "data_type": "TYPE_FP32", "dims": [1]}] for side, name in tensors.items()},
     }
-    return f"sleeper {json.dumps(config)}"
+    return Order(model="sleeper", configs=(json.dumps(config),), bare=True)
+
+
+RELOAD_IT = Order(
+    model=RELOADED.name,
+    configs=tuple(json.dumps({"max_batch_size": 1, "metric_tags": {"number": tag}}) for tag in "01"),
+)
 
 
 class Bench:
@@ -101,11 +109,11 @@ class Bench:
         self._client.close()
         self.control.close()
 
-    def beside(self, order: str) -> dict[str, float]:
+    def beside(self, order: Order) -> dict[str, float]:
         """What the other model's client sees while there is always a load under way. `order`: see `bench.reloader`."""
         seconds = self._settings.seconds(LOAD_S)
         quiet = spread(sample(self._asked, seconds, least=LEAST))
-        self._reloader.tell(order)
+        self._reloader.tell(msgspec.json.encode(order).decode())
         own = spread(sample(self._asked, seconds, least=LEAST))
         self._reloader.tell("stop")
         loads = int(self._reloader.hear())
@@ -134,8 +142,8 @@ class Bench:
             while not all(asked):
                 time.sleep(0.01)
             began = time.perf_counter()
-            for _ in range(count):
-                self.control.load(RELOADED.name)
+            for number in range(count):
+                RELOAD_IT.load(self.control, number)
             took = time.perf_counter() - began
         return {"requests": sum(asked), "failed": failed, "reloads": count, "ms": 1e3 * took / count}
 
@@ -221,8 +229,8 @@ def main() -> None:
         Row(f"while {name}", Case(lambda bench, order=order: bench.beside(order)))
         for name, order in (
             (f"a model takes {LOAD_S:g} s to load", sleeper(settings.seconds(LOAD_S))),
-            ("a network of 100 MB is loaded and unloaded", LARGE.name),
-            ("a tiny model is loaded again and again", RELOADED.name),
+            ("a network of 100 MB is loaded and unloaded", Order(model=LARGE.name)),
+            ("a tiny model is loaded again and again", RELOAD_IT),
         )
     ]
     reloads = Row(f"{CLIENTS} clients of the reloaded model", Case(Bench.reloads))

@@ -1,4 +1,4 @@
-"""A reload that changes nothing but how many instances a model has: it goes on, with more of them or with fewer.
+"""A reload that changes nothing, or nothing but how many instances a model has: it goes on, with more or with fewer.
 
 Called by `broker.worker.models` when a version is loaded that is loaded already. As in Triton, instances that both
 configurations have are neither dropped nor made again, and what is queued stays queued. Everything else about the model
@@ -37,17 +37,16 @@ def files_of(config: ModelConfig, version: int) -> Files:
 
 
 def possible(model: LoadedModel, config: ModelConfig, files: Files) -> bool:
-    """Is `config` that of the loaded model with another number of instances, and are its `files` the same?"""
-    old = model.config
-    batching = config.dynamic_batching
-    if config.sequence_batching or config.ensemble or config.decoupled or model.claims:
+    """Is `config` that of the loaded model, but for the number of instances, and are its `files` the same?"""
+    old, batching = model.config, config.dynamic_batching
+    if config.ensemble is not None or files != model.files or files is None or _rest(old) != _rest(config):
         return False
-    if batching is not None and batching.preserve_ordering:
-        return False
-    if instance_count(old.instance_group) == instance_count(config.instance_group):
+    if _groups(old) == _groups(config):
+        return True
+    if config.sequence_batching or config.decoupled or model.claims or (batching and batching.preserve_ordering):
         return False
     kind = _kind(config)
-    return kind is not None and kind == _kind(old) and _rest(old) == _rest(config) and files == model.files is not None
+    return kind is not None and kind == _kind(old)
 
 
 def resize(model: LoadedModel, config: ModelConfig, blocks: list[memoryview], loop: Loop) -> None:
@@ -74,11 +73,16 @@ def resize(model: LoadedModel, config: ModelConfig, blocks: list[memoryview], lo
         raise
     model.config = config
     scheduler.resize(model, added, count)
+    scheduler.close_retired()  # those that have nothing to do are gone when the load has ended, as in Triton
     loop.ask_for_watch()  # which ends with the last instance that is too much
 
 
 def _rest(config: ModelConfig) -> ModelConfig:
     return replace(config, instance_group=(), json="", notes=(), origins={}, explanation="")
+
+
+def _groups(config: ModelConfig) -> list[InstanceGroup]:
+    return [replace(group, name="") for group in config.instance_group]
 
 
 def _kind(config: ModelConfig) -> InstanceGroup | None:

@@ -38,6 +38,12 @@ WAIT = -1.0  # an element that makes a run wait
 _PROGRAM = "import socket; from broker.worker.process import main; main(socket.socket(fileno={}))"
 
 
+def load_message(config: ModelConfig, blocks: tuple[int, ...], generation: int) -> messages.LoadInstances:
+    """Of version 1. Each generation's configuration differs a little: else nothing would be loaded again."""
+    config = msgspec.structs.replace(config, metric_tags={"generation": str(generation)})
+    return messages.LoadInstances(config=config, version=1, generation=generation, blocks=blocks)
+
+
 class LoneWorker:
     """One worker process. A context manager: it is killed at the end, unless it has left by itself."""
 
@@ -113,7 +119,7 @@ class LoneWorker:
     def load(self, config: ModelConfig, blocks: Sequence[int] = (), generation: int = 1) -> memoryview:
         """Returns the statistics block of the first instance."""
         taken = tuple(blocks) or self.blocks(config)
-        self.ask(messages.LoadInstances(config=config, version=1, generation=generation, blocks=taken))
+        self.ask(load_message(config, taken, generation))
         return self.page.block(taken[0])
 
     def add_region(self, memory: Memory) -> Memory:

@@ -16,7 +16,7 @@ from shm import statistics
 from shm.errors import Code, InferError
 from tests.fakes.broker import eventually
 from tests.fakes.loaded import Memory
-from tests.fakes.lone_worker import SIZE, WAIT, Gate, LoneWorker, Session, counted
+from tests.fakes.lone_worker import SIZE, WAIT, Gate, LoneWorker, Session, counted, load_message
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def unload(worker: LoneWorker, config, version: int = 1) -> None:
 
 def reload(worker: LoneWorker, config, blocks: tuple[int, ...], generation: int) -> int:
     """Ask for it; returns the number to wait for."""
-    return worker.send(messages.LoadInstances(config=config, version=1, generation=generation, blocks=blocks))
+    return worker.send(load_message(config, blocks, generation))
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,11 @@ def test_more_files_than_are_compared_are_a_load(table, monkeypatch):
     assert table.load(table.config(3)) is not table.model
 
 
-def test_the_same_number_is_a_load(table):
-    """Whoever asks for what is there wants it read again."""
-    assert table.load(table.config(2)) is not table.model
+@pytest.mark.parametrize("rest", [BATCHING, "max_batch_size: 8\ndynamic_batching { preserve_ordering: true }\n"])
+def test_what_has_not_changed_is_not_loaded_again(table, rest):
+    """As in Triton."""
+    table.model = table.load(table.config(2, rest))
+    kept = list(table.model.instances)
+    assert table.load(table.config(2, rest)) is table.model
+    assert table.model.instances == kept
+    assert len(table.model.free) == 2
