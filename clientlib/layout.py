@@ -19,12 +19,13 @@ from clientlib.arena import Bank, Block, Lease, aligned, owning
 from clientlib.overlap import Ranges, Span
 from clientlib.recipe import ArrayInput, Recipe
 from clientlib.region import MappedRegion, TensorRef
+from clientlib.responses import streams
 from clientlib.results import InferResult
 from shm import datatypes, views
 from shm.datatypes import BYTES
 from shm.errors import Code, InferError
 from shm.layout import CODE_MASK
-from shm.messages import MAX_RESPONSES, ModelMetadata, TensorSpec
+from shm.messages import ModelMetadata, TensorSpec
 from shm.views import Placement
 
 Array = npt.NDArray[Any]
@@ -136,7 +137,10 @@ class Sketch:
         if own_inputs or own_outputs:
             own = [*(t for t in inputs if t.region is None), *(outputs if own_outputs else ())]
             each = sum(aligned(tensor.byte_size) for tensor in own)
-            self.places = recipe.budget.places_for(each, max(2, 2 * recipe.output_positions))
+            at_least = max(2, 2 * recipe.output_positions)
+            if responses:
+                at_least = max(at_least, min(streams(each), recipe.budget.places))
+            self.places = recipe.budget.places_for(each, at_least)
             if own_inputs:
                 self.input_positions = self.places
             if own_outputs:
@@ -313,7 +317,6 @@ def sketch(recipe: Recipe, model: ModelMetadata) -> Sketch:
     rows, sizes = shapes.batch_rows(model, given), shapes.symbol_sizes(model, given)
     first_room = shapes.first_room(sum(tensor.byte_size for tensor in inputs))
     known = {tensor.name: tensor for tensor in model.outputs}
-    places = MAX_RESPONSES if model.decoupled else 0
     outputs = []
     for name, ref in _wanted(recipe, model).items():
         metadata = known.get(name)
@@ -323,9 +326,9 @@ def sketch(recipe: Recipe, model: ModelMetadata) -> Sketch:
                 f"unexpected inference output '{name}' for model '{model.name}', the model has outputs {list(known)}",
             )
         shape = shapes.output_shape(metadata, rows, sizes)
-        if places:
+        if model.decoupled:
             room = responses.room(metadata.datatype, shape, recipe.rooms.get(name))
-            outputs.append(_streamed_output(name, ref, metadata.datatype, places * room))
+            outputs.append(_streamed_output(name, ref, metadata.datatype, room))
         elif ref is not None:
             outputs.append(_given_output(name, ref, shape))
         elif shapes.is_open(metadata.datatype, shape):
@@ -334,6 +337,9 @@ def sketch(recipe: Recipe, model: ModelMetadata) -> Sketch:
             outputs.append(_Tensor(name, metadata.datatype, shape, room))
         else:
             outputs.append(_Tensor(name, metadata.datatype, shape, datatypes.byte_size(metadata.datatype, shape)))
+    places = responses.places([tensor.byte_size for tensor in outputs]) if model.decoupled else 0
+    if places:
+        outputs = [tensor._replace(byte_size=places * tensor.byte_size) for tensor in outputs]
     return Sketch(recipe, inputs, outputs, places)
 
 

@@ -23,6 +23,7 @@ from shm import datatypes
 from shm.datatypes import BYTES
 from shm.errors import Code, InferError
 from shm.layout import CODE_MASK, FINAL, NOTED
+from shm.messages import MAX_RESPONSES
 from shm.responses import Extent, part_count, unpack
 
 if TYPE_CHECKING:
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 FIRST_ROOM = 4 << 10  # bytes for an output of a response, as long as nobody knows how large it will be
-LARGEST_ROOM = 256 << 10  # … and at most: what is larger comes in parts
+LARGEST_ROOM = 128 << 10  # … and at most: what is larger comes in parts
+MIN_PLACES, PLACES_BYTES = 8, 1 << 20  # of one request: more than the fewest as far as the bytes go
+MIN_STREAMS, MAX_STREAMS, STREAMS_BYTES = 16, 64, 16 << 20  # requests of a plan at once, likewise
 MANY_PARTS = 8  # of one response: the next stream gets larger rooms
 LARGEST = 1 << 30  # bytes of one response
 UNREAD = 64 << 20  # bytes that may wait for the reader, beside one response
@@ -43,6 +46,20 @@ def room(datatype: str, shape: Sequence[int], wanted: int | None) -> int:
     if shapes.is_open(datatype, shape):
         return min(aligned(wanted or FIRST_ROOM), LARGEST_ROOM)
     return min(aligned(datatypes.byte_size(datatype, shape)), LARGEST_ROOM)
+
+
+def places(rooms: Sequence[int]) -> int:
+    """How many responses, or parts of one, a worker may be ahead of the client, for outputs of these rooms."""
+    return min(max(PLACES_BYTES // max(sum(rooms), 1), MIN_PLACES), MAX_RESPONSES)
+
+
+def streams(byte_size: int) -> int:
+    """How many requests of a plan may run at once at least, for places of `byte_size` each.
+
+    More than those of other models would get: a stream keeps its place for as long as it lasts. Memory that no response
+    comes to is not used.
+    """
+    return min(max(STREAMS_BYTES // max(byte_size, 1), MIN_STREAMS), MAX_STREAMS)
 
 
 def not_placed(name: str) -> InferError:
