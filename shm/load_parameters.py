@@ -71,8 +71,11 @@ def read(descriptor: int) -> tuple[LoadParameters, int]:
     return found, _PREFIX + size
 
 
-def split(parameters: Mapping[str, str | bytes]) -> tuple[str | None, dict[str, bytes]]:
-    """Triton's load parameters: `config`, and `file:<path>` with the contents. Raises InferError INVALID_ARG."""
+def split(model: str, parameters: Mapping[str, str | bytes]) -> tuple[str | None, dict[str, bytes]]:
+    """Triton's load parameters of `model`: `config`, and `file:<path>` with the contents.
+
+    Raises InferError: INVALID_ARG; INTERNAL, as in Triton, for files without a configuration.
+    """
     config = parameters.get("config")
     if config is not None and not isinstance(config, str):
         raise InferError(Code.INVALID_ARG, "load parameter 'config' must be text: a configuration in JSON form")
@@ -86,7 +89,11 @@ def split(parameters: Mapping[str, str | bytes]) -> tuple[str | None, dict[str, 
         else:
             files[name.removeprefix("file:")] = value
     if files and config is None:
-        raise InferError(Code.INVALID_ARG, "Load parameter 'config' must be specified for model file override")
+        raise InferError(
+            Code.INTERNAL,
+            f"failed to load '{model}', failed to poll from model repository: Load parameter 'config' must be "
+            "specified for model file override",
+        )
     return config, files
 
 

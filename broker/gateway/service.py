@@ -153,7 +153,7 @@ class GatewayService:
 
     async def load(self, model: str, parameters: Mapping[str, str | bytes]) -> None:
         """Load or reload; returns when it is ready."""
-        config, files = split(parameters)
+        config, files = split(model, parameters)
         packed = None if config is None else await asyncio.to_thread(pack, config, files)
         await self._change(model, LoadModel(model=model, parameters=packed is not None), packed)
 

@@ -84,10 +84,10 @@ def test_memory_that_may_change_is_refused():
 
 
 def test_parameters_are_told_apart():
-    assert split({}) == (None, {})
-    assert split({"config": "{}", "file:1/m": b"x"}) == ("{}", {"1/m": b"x"})
+    assert split("m", {}) == (None, {})
+    assert split("m", {"config": "{}", "file:1/m": b"x"}) == ("{}", {"1/m": b"x"})
     for wrong in ({"file:1/m": b"x"}, {"config": b"x"}, {"config": "", "file:x": "text"}, {"other": "x"}):
         with pytest.raises(InferError):
-            split(wrong)
+            split("m", wrong)
     with pytest.raises(InferError, match=f"the limit is {MAX_CONFIG}"):
         pack("x" * (MAX_CONFIG + 1), {})
