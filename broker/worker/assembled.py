@@ -106,7 +106,7 @@ def _run_part(instance: Instance, assembly: Assembly, rows: list[Row], again: bo
     if done:
         real = sum(request.rows for request in done)
         queued = sum(request.queue_ns for request in done)
-        instance.count_batch(len(done), real, queued, copied - began, ran - copied, ended - ran)
+        instance.count_batch(len(done), real, queued, copied - began, ran - copied, ended - ran, batch.total)
 
 
 @final

@@ -133,8 +133,11 @@ class Instance:
         """The longest run at this size or larger; 0 = unmeasured."""
         return max((took for size, took in self.longest.items() if size >= rows), default=0)
 
-    def count_batch(self, count: int, rows: int, queue_ns: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
-        """Add one successful execution of `count` requests; `queue_ns` is their sum.
+    def count_batch(
+        self, count: int, rows: int, queue_ns: int, input_ns: int, infer_ns: int, output_ns: int, size: int = 0
+    ) -> None:
+        """Add one successful execution of `count` requests; `queue_ns` is their sum. `size`: with empty slots, the
+        rows that the model ran.
 
         Each request spent the whole batch's time, as in Triton. In the latency histogram all of a batch are counted
         with their mean wait: one look-up per batch, not per request.
@@ -151,7 +154,7 @@ class Instance:
         took = queue_ns // count + input_ns + infer_ns + output_ns
         block[statistics.LATENCY + statistics.bucket(took)] += count
         self.typical[rows] = follow(self.typical.get(rows, 0), infer_ns)
-        at = statistics.BATCHES + 4 * (min(rows or 1, statistics.MAX_BATCH) - 1)
+        at = statistics.BATCHES + 4 * (min(size or rows or 1, statistics.MAX_BATCH) - 1)
         block[at] += 1
         block[at + 1] += input_ns
         block[at + 2] += infer_ns
