@@ -3,6 +3,8 @@
     import clientlib
     client = clientlib.connect()
     out = client.model("yolo")({"images": frame})      # numpy in, numpy out
+    for part in client.stream("chat", {"text": text}):  # of a model that sends any number of responses
+        ...
 
 `connect` and `connect_async` make clients; the functions below them use one default client of the process, connected
 when first used. See `Client` for what each does.

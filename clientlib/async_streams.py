@@ -98,6 +98,8 @@ class AsyncStream(StaysHere):
                 if fresh is None:
                     raise
                 self._source = fresh
+                if self._closed:  # meanwhile
+                    fresh.close()
                 result = await fresh.next()
         except asyncio.CancelledError:
             self.close()

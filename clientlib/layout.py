@@ -19,7 +19,7 @@ from clientlib.arena import Bank, Block, Lease, aligned, owning
 from clientlib.overlap import Ranges, Span
 from clientlib.recipe import ArrayInput, Recipe
 from clientlib.region import MappedRegion, TensorRef
-from clientlib.responses import streams
+from clientlib.responses import at_once
 from clientlib.results import InferResult
 from shm import datatypes, views
 from shm.datatypes import BYTES
@@ -139,7 +139,7 @@ class Sketch:
             each = sum(aligned(tensor.byte_size) for tensor in own)
             at_least = max(2, 2 * recipe.output_positions)
             if responses:
-                at_least = max(at_least, min(streams(each), recipe.budget.places))
+                at_least = max(at_least, min(at_once(each), recipe.budget.places))
             self.places = recipe.budget.places_for(each, at_least)
             if own_inputs:
                 self.input_positions = self.places

@@ -38,9 +38,10 @@ _now_ns = time.monotonic_ns
 class Plan(StaysHere):
     """A model, and where its inputs and outputs lie, checked once. Any thread may use it.
 
-    `infer` and `submit` take: `timeout`, the deadline in seconds; `input_slot` and `output_slot`, the positions;
-    `rows`, to use fewer than the prepared batch (0: all); `priority`; and the sequence's id and ends. The third verb is
-    `release`; what else is here without an underscore is the library's own and may change.
+    `infer`, `submit` and `stream` take: `timeout`, the deadline in seconds; `input_slot` and `output_slot`, the
+    positions; `rows`, to use fewer than the prepared batch (0: all); `priority`; and the sequence's id and ends. The
+    fourth verb is `release`; what else is here without an underscore is the library's own and may change. A decoupled
+    model has `stream` alone, and outputs without a position.
     """
 
     __slots__ = ("__weakref__", "_client", "_local", "_released", "prepared", "recipe")

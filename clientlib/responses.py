@@ -42,7 +42,9 @@ OVERHEAD = 1 << 10  # bytes that a response takes beside its outputs'
 
 
 def room(datatype: str, shape: Sequence[int], wanted: int | None) -> int:
-    """Bytes for one output of one response. `shape` has -1 where only running the model tells; `wanted`: see `grow`."""
+    """Bytes for one output of one response. `shape` has -1 where only running the model tells; `wanted`: what earlier
+    responses would have needed.
+    """
     if shapes.is_open(datatype, shape):
         return min(aligned(wanted or FIRST_ROOM), LARGEST_ROOM)
     return min(aligned(datatypes.byte_size(datatype, shape)), LARGEST_ROOM)
@@ -53,7 +55,7 @@ def places(rooms: Sequence[int]) -> int:
     return min(max(PLACES_BYTES // max(sum(rooms), 1), MIN_PLACES), MAX_RESPONSES)
 
 
-def streams(byte_size: int) -> int:
+def at_once(byte_size: int) -> int:
     """How many requests of a plan may run at once at least, for places of `byte_size` each.
 
     More than those of other models would get: a stream keeps its place for as long as it lasts. Memory that no response

@@ -388,7 +388,7 @@ def test_rooms() -> None:
     assert room("FP32", (100,), None) == 448
     assert room("FP32", (1000, 1000), None) == responses.LARGEST_ROOM
     assert [responses.places([size]) for size in (64, 4096, 65536, 100_000, 1 << 17)] == [16, 16, 16, 10, 8]
-    assert [responses.streams(size) for size in (64, 1 << 18, 1 << 19, 1 << 24)] == [64, 64, 32, 16]
+    assert [responses.at_once(size) for size in (64, 1 << 18, 1 << 19, 1 << 24)] == [64, 64, 32, 16]
     assert room("FP32", (-1,), None) == room("BYTES", (1,), None) == responses.FIRST_ROOM
     assert room("FP32", (-1,), 100_000) == 100_032
     assert room("FP32", (-1,), 1 << 30) == responses.LARGEST_ROOM
