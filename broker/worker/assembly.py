@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.repository.config import ModelConfig
-from broker.repository.scheduling import BatchInput, Control, State
+from broker.repository.scheduling import BatchInput, BatchOutput, Control, State
 from shm import datatypes
 from shm.admission import Request
 from shm.errors import Code, InferError
@@ -57,7 +57,7 @@ class Assembly:
         dims = {tensor.name: tensor.dims for tensor in config.output}
         self.scatter: dict[str, tuple[str, Shape]] = {
             target: (output.source_input[0], (-1, *dims.get(target, ())) if self.batched else dims.get(target, ()))
-            for output in config.batch_output
+            for output in (*config.batch_output, *_identities(config, self.ragged))
             for target in output.target_name
         }
         self.bindings: dict[int, dict[object, Any]] = {}  # Binding, by instance number, then shapes and addresses
@@ -139,6 +139,15 @@ def _control_value(control: Control, row: Row) -> Any:
         return 0 if row is None else _id(row) & 0xFFFFFFFFFFFFFFFF
     on = row is not None and (control.kind == "CONTROL_SEQUENCE_READY" or bool(_flags(row) & _FLAGS[control.kind]))
     return control.on if on else control.off
+
+
+def _identities(config: ModelConfig, ragged: frozenset[str]) -> list[BatchOutput]:
+    """Triton's `identity` looks at requests one by one: its output for a ragged input has that request's shape."""
+    if config.backend != "identity":
+        return []
+    kind, given = "BATCH_SCATTER_WITH_INPUT_SHAPE", {output.name for output in config.output}
+    pairs = [(name.replace("INPUT", "OUTPUT", 1), name) for name in sorted(ragged)]
+    return [BatchOutput(kind=kind, target_name=(out,), source_input=(name,)) for out, name in pairs if out in given]
 
 
 def _flags(row: Request) -> int:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from broker.repository.config import InstanceGroup, ModelConfig, TensorConfig
 from broker.repository.scheduling import BatchInput, BatchOutput, Control, InitialState, SequenceBatching, State
@@ -284,3 +285,12 @@ def test_bad_strings_fail_their_own_request(runtime):
         assert not good.code
         assert "incomplete string data" in text_of(bad)
         assert runtime.seen[0]["B"].tolist() == [[b"ok"], [b""]]
+
+
+def test_identity_cuts_its_ragged_outputs_by_its_inputs():
+    def tensor(name: str, ragged: bool = False) -> TensorConfig:
+        return TensorConfig(name=name, datatype="FP32", dims=(-1,), allow_ragged_batch=ragged)
+
+    tensors = {"input": (tensor("INPUT0", True), tensor("INPUT1")), "output": (tensor("OUTPUT0"), tensor("OUTPUT1"))}
+    assert assembly_of(replace(config(), backend="identity", **tensors)).scatter == {"OUTPUT0": ("INPUT0", (-1, -1))}
+    assert assembly_of(replace(config(), backend="onnxruntime", **tensors)).scatter == {}
