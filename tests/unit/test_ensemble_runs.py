@@ -322,6 +322,42 @@ def test_no_more_requests_at_a_step_than_allowed(bench):
     assert Counter(request.code for request in bench.client.ended) == {Code.OK: 4, Code.CANCELLED: 1}
 
 
+@pytest.mark.parametrize("limit", [0, 1])
+def test_a_cancel_while_steps_are_being_queued(bench, limit):
+    """Who cancels sees either the steps, or nothing: then whoever queues them sees the cancel."""
+    plan = chain(bench, limit=limit)
+    first = bench.ask(plan, 0, ones(), 1)
+    second = bench.ask(plan, 1, ones(), 1)
+    bench.begin(0)
+    bench.meanwhile = lambda: bench.cancel(second if limit else first)
+    bench.end(0)
+    assert [step.position for step in bench.queue] == [(first if limit else second).position]
+    bench.meanwhile = lambda: None
+    bench.drain()
+    assert {request: request.code for request in bench.client.ended} == {
+        first: Code.OK if limit else Code.CANCELLED,
+        second: Code.CANCELLED if limit else Code.OK,
+    }
+
+
+def test_a_run_that_was_given_up_leaves_nothing_that_has_grown(bench):
+    bench.load(model_config("m0", ["x0"], ["y0"], 0, (-1,), backend="counts"))
+    bench.load(model_config("m1", ["x0"], ["y0"], 0, (-1,)))
+    steps = [
+        Step(model_name="m0", input_map={"x0": "IN"}, output_map={"y0": "mid"}),
+        Step(model_name="m1", input_map={"x0": "mid"}, output_map={"y0": "OUT"}),
+    ]
+    plan = bench.plan(bench.load(ensemble_config("E", steps, ["IN"], ["OUT"], 0, (-1,))), (1,), ["OUT"], is_open=True)
+    for value in (2, 40, 2.5, 3):
+        request = bench.ask(plan, 0, {"IN": np.full(1, value, np.float32)})
+        bench.begin(0)
+        if value == 40:
+            bench.cancel(request)
+        bench.drain()
+        if value != 40:
+            assert bench.client.found[request]["OUT"].tolist() == [value + 1] * int(value)  # 1: the step's number
+
+
 def test_many_that_wait_and_fail_at_once(bench):
     """One after the other, not one inside the other."""
     plan = chain(bench, limit=1)
