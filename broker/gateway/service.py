@@ -43,7 +43,7 @@ from shm.sockets import close_all
 
 LOAD_S = 3600.0  # how long a model may take to load
 LOADS = 16  # loads and unloads at a time: the session takes 64 calls, and those of others must not wait for a model
-NOT_READY = ("has no available versions", "is not at ready state")  # lookup errors of models that are known
+NOT_READY = "is not at ready state"
 
 
 class Policy(Protocol):
@@ -119,11 +119,11 @@ class GatewayService:
     # --- models ----------------------------------------------------------------------------------------------------
 
     async def model_ready(self, model: str, version: str) -> bool:
-        """Can it be asked? Raises InferError with the lookup texts for what is not known at all."""
+        """Can it be asked? Raises InferError with the lookup texts for a model that is not known at all."""
         try:
             return (await self.inference.metadata(model, version)).state == "READY"
         except InferError as error:
-            if any(text in error.message for text in NOT_READY):
+            if error.code == Code.NOT_FOUND.name or NOT_READY in error.message:  # a version, as in Triton
                 return False
             raise
 

@@ -191,12 +191,16 @@ def test_lookups(lending):
             ("add1", "9", "NOT_FOUND", "Request for unknown model: 'add1' version 9 is not found"),
             ("add1", "x", "INVALID_ARG", "failed to get model version from specified version string 'x' (details: "),
         ):
-            for verb in (
+            verbs = [
                 service.infer(request(model, {"x": ROW}, version=version), REMOTE),
                 service.metadata(model, version),
                 service.config(model, version),
-                service.model_ready(model, version),
-            ):
+            ]
+            if code == "NOT_FOUND":  # of a model that is known
+                assert not await service.model_ready(model, version)
+            else:
+                verbs.append(service.model_ready(model, version))
+            for verb in verbs:
                 with pytest.raises(InferError) as caught:
                     await verb
                 assert (caught.value.code, caught.value.message[: len(text)]) == (code, text)
