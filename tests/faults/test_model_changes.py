@@ -107,7 +107,7 @@ def test_o08_reloads_under_load(lab: Lab) -> None:
         eventually(more, f"answers of the model that adds {number}")
 
     serves(1.0)
-    for turn in range(scaled(2, 50)):
+    for turn in range(scaled(1, 50)):
         for number in (2.0, 1.0):
             models.write_model(lab.repository, "victim", add(number))
             assert lab.offend(only_load, model="victim") == ["OK", ""]
@@ -236,7 +236,7 @@ def test_o11_files_that_change_while_they_are_loaded(lab: Lab) -> None:
     changing = threading.Thread(target=rewrite)
     changing.start()
     try:
-        for _ in range(scaled(8, 500)):
+        for _ in range(scaled(5, 500)):
             code, message = lab.offend(only_load, model="victim")
             assert code in ("OK", "INTERNAL", "INVALID_ARG"), message
     finally:

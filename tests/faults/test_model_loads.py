@@ -94,9 +94,7 @@ GOOD = models.add1().SerializeToString()
 BROKEN: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "is empty (0 bytes)"),
     "text": (b"<html>404 Not Found</html>", "is not an ONNX model"),
-    "zeros": (bytes(4096), "is not an ONNX model"),
     "half": (GOOD[: len(GOOD) // 2], "is not an ONNX model"),
-    "all but the last byte": (GOOD[:-1], "model.onnx"),
     "Git LFS": (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
     "another opset": (_other_opset(), "pset 99"),
     "an unknown operator": (_unknown_operator(), "NoSuchThing"),
@@ -345,9 +343,9 @@ def test_o06_configurations_that_are_too_much(lab: Lab, victim: Path) -> None:
 
 def test_o06_overrides_that_are_too_much(lab: Lab, victim: Path) -> None:
     """[O-06] the same for what comes with a load."""
-    for what in ("deep", "unknown", "instances", "batch", "dims"):
+    for what in ("deep", "instances", "batch"):
         (code, message), right = lab.offend(load, model="victim", config=HUGE[what][0])
-        assert code == "INVALID_ARG" if what in ("deep", "unknown", "batch") else "INTERNAL", (what, code)
+        assert code == "INVALID_ARG" if what in ("deep", "batch") else "INTERNAL", (what, code)
         assert "victim" in message, what
         assert right, what
     settled(lab)
