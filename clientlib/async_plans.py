@@ -176,6 +176,11 @@ class AsyncPlan(StaysHere):
         bank = self.prepared.layout.bank if self.prepared is not None else None
         return bank is not None and not bank.can_spare()
 
+    async def ready(self, deadline_ns: int) -> None:
+        """Requests that are made from here on leave in their order: none has to wait for what the first one needs."""
+        if self._bound is None and self._streaming is None:
+            await self._bind_any(deadline_ns)
+
     def unbind(self) -> None:
         """The next request asks for its channel and the plan's word again."""
         self._bound = self._streaming = None

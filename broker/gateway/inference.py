@@ -27,11 +27,12 @@ from broker.gateway.kserve import Caller, InferRequest, InferResponse, Transport
 from broker.gateway.plan_cache import Entry, PlanCache, check_room, prepare
 from broker.gateway.regions import Alias, OutsideRegion, RegionCache, Writer, check_range
 from broker.gateway.streaming import AnyResponses, Lasting, OneResponse, ResponseStream, Run
+from broker.gateway.timeouts import deadline_of, queue_timeout_of
 from broker.gateway.turns import give_back_all, take_all
 from clientlib.async_client import AsyncClient
 from clientlib.layout import RangeInUse
 from clientlib.results import InferResult
-from clientlib.submission import MAX_PRIORITY, deadline_ns_of, remaining_s
+from clientlib.submission import MAX_PRIORITY, remaining_s
 from shm.errors import Code, InferError
 from shm.gateway_messages import Config, GetConfig
 from shm.message_values import ModelMetadata
@@ -61,14 +62,15 @@ class Inference:
         self._copied = copied
         self._latest: dict[str, tuple[str, float]] = {}  # version and when it was heard, by model
         self._looking: dict[str, asyncio.Task[None]] = {}
+        self._steps = [asyncio.Lock() for _ in range(64)]
         self._labels: dict[
             tuple[str, str], tuple[Mapping[str, Sequence[bytes]], float]
         ] = {}  # and when they were heard
 
     async def infer(self, request: InferRequest, caller: Caller) -> InferResponse:
         """Run one request. Raises InferError with Triton's texts; all but those of lookups name the request's id."""
-        deadline_ns = _deadline_ns(request, caller)
-        resolved = await self._resolve(request, caller)
+        deadline_ns = deadline_of(request, caller)
+        resolved = await self._resolve_in_turn(request, caller, deadline_ns)
         return await self._infer(request, caller, resolved, deadline_ns)
 
     async def stream(self, request: InferRequest, caller: Caller) -> ResponseStream:
@@ -76,8 +78,8 @@ class Inference:
 
         What can be known of a request before it runs is raised here; what comes later is a response.
         """
-        deadline_ns = _deadline_ns(request, caller)
-        resolved = await self._resolve(request, caller)
+        deadline_ns = deadline_of(request, caller)
+        resolved = await self._resolve_in_turn(request, caller, deadline_ns)
         try:
             entry = await self._entry(resolved.key, request, resolved, deadline_ns)
         except InferError as error:
@@ -141,6 +143,17 @@ class Inference:
                 alias = await self._open(output.region, caller, aliases)
                 check_range(output.region, alias.region.byte_size, output.offset, output.byte_size)
         return _Resolved(version, model, aliases, _key(request, version, aliases))
+
+    async def _resolve_in_turn(self, request: InferRequest, caller: Caller, deadline_ns: int) -> _Resolved:
+        """`_resolve`; no step overtakes one of its sequence that waits for what is there when the later one comes."""
+        if not request.sequence_id:
+            return await self._resolve(request, caller)
+        async with self._steps[hash((request.model, request.sequence_id)) % len(self._steps)]:
+            resolved = await self._resolve(request, caller)
+            with contextlib.suppress(InferError):  # `_run` meets it again
+                entry = await self._entry(resolved.key, request, resolved, deadline_ns)
+                await entry.plan.ready(deadline_ns)
+            return resolved
 
     async def _open(self, name: str, caller: Caller, aliases: dict[str, Alias]) -> Alias:
         alias = aliases.get(name)
@@ -290,7 +303,7 @@ class Inference:
     async def _submit(self, entry: Entry, request: InferRequest, deadline_ns: int) -> InferResult:
         values, inline = self._values(entry, request)
         sequence = correlation.sequence_of(request) if request.sequence_id else correlation.NO_SEQUENCE
-        timeout_ns = _queue_timeout_ns(request, deadline_ns)
+        timeout_ns = queue_timeout_of(request, deadline_ns)
         entry.inside += 1
         try:
             result = await entry.plan.infer_arrays(values, deadline_ns, _priority(request), sequence, timeout_ns)
@@ -326,7 +339,7 @@ class Inference:
             writers = await self._writers(entry)
             values, inline = self._values(entry, request)
             sequence = correlation.sequence_of(request) if request.sequence_id else correlation.NO_SEQUENCE
-            timeout_ns = _queue_timeout_ns(request, deadline_ns)
+            timeout_ns = queue_timeout_of(request, deadline_ns)
             async with self.plans.room(entry):
                 stream = entry.plan.stream_arrays(values, deadline_ns, _priority(request), sequence, timeout_ns)
                 await stream  # it is sent
@@ -349,18 +362,6 @@ class Inference:
 def _priority(request: InferRequest) -> int:
     """More than any model has levels means its default."""
     return request.priority if 0 <= request.priority <= MAX_PRIORITY else 0
-
-
-def _deadline_ns(request: InferRequest, caller: Caller) -> int:
-    """When the caller is answered whatever happens; 0: never. Triton's `timeout` is no such thing."""
-    if request.timeout_us <= 0 or caller.transport != "zmq":
-        return 0
-    return deadline_ns_of(request.timeout_us / 1e6)
-
-
-def _queue_timeout_ns(request: InferRequest, deadline_ns: int) -> int:
-    """Until when the model's queue may keep it, if its policy lets requests say so; 0: no matter."""
-    return 0 if deadline_ns or request.timeout_us <= 0 else deadline_ns_of(request.timeout_us / 1e6)
 
 
 @contextlib.asynccontextmanager

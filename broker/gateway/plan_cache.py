@@ -231,9 +231,13 @@ async def prepare(
         else:
             inputs[tensor.name] = ArrayInput(tensor.datatype, tensor.shape, size)
     where = {output.name: places.get(output.name) for output in outputs}
-    recipe = Recipe(model.name, model.version, inputs, where, 1, 1, FIRST, raw=True)
+    # Steps of a sequence keep their order in one plan; while another took its place one could overtake others.
+    budget = BUDGET if request.sequence_id else FIRST
+    recipe = Recipe(model.name, model.version, inputs, where, 1, 1, budget, raw=True)
     plan = await client.prepare_recipe(recipe, model)
-    return Entry(plan, model, list(where), targets, direct=len(places) == len(targets), text_id=model is not given)
+    entry = Entry(plan, model, list(where), targets, direct=len(places) == len(targets), text_id=model is not given)
+    entry.small = budget is FIRST
+    return entry
 
 
 def _places(model: ModelMetadata, request: InferRequest, targets: Mapping[str, Target]) -> dict[str, TensorRef]:
