@@ -15,11 +15,19 @@ from shm.prctl import PR_SET_CHILD_SUBREAPER, prctl
 
 
 def children(pid: int | str = "self") -> list[int]:
+    """All but the one that Python starts with the first shared memory of a process (Triton's client uses that)."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError):  # a thread that has ended since
             found += map(int, (task / "children").read_text().split())
-    return found
+    return [child for child in found if not _is_resource_tracker(child)]
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def name_of(pid: int) -> str:

@@ -183,6 +183,7 @@ def unload_while_it_runs() -> dict[str, Any]:
             slots=(4, 5),
         )
         pending = [plan.submit(input_slot=place, output_slot=place, timeout=30) for place in range(4)]
+        eventually(lambda: client.statistics("slow")[0]["pending"] == 3, "all are taken, one of them runs")
         client.unload("slow")
         told: dict[str, Any] = {"state": client.models()["slow"].state}
         told["later"] = [
