@@ -109,6 +109,7 @@ class Loop:
         """The control thread's look after the leader, every 10 ms while there is traffic."""
         self.turn.depose(now, DEPOSE_NS)
         streaming = self.scheduler.look_at_streams()
+        self._block[statistics.IN_FLIGHT] = self.scheduler.in_flight()  # streams end on threads that tell nobody
         self.scheduler.close_retired(now)
         if not streaming and self._quiet(now):
             self.busy = False

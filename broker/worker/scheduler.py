@@ -45,7 +45,7 @@ class Scheduler:
         self.timed: list[LoadedModel] = []  # those whose queues let requests go by themselves
         self.serving: tuple[LoadedModel, ...] = ()  # those that take new requests
         self._deadlines = Deadlines()
-        self._requests = 0  # queued and running, those that the leader ran at once not counted
+        self._requests = 0  # queued and running, without streams and those that the leader ran at once
         self.retired: list[LoadedModel] = []  # unloaded or replaced, still at work
         self.shrinking: list[LoadedModel] = []  # those that have more instances than they are to have
         self.limiter: RateLimiter | None = None
@@ -178,8 +178,9 @@ class Scheduler:
             return not (self.running or self.queued or self.suspects or self._turn.inside())
 
     def in_flight(self) -> int:
-        """Requests queued and running."""
-        return self._requests or int(self._turn.inside())
+        """Requests queued and running; of decoupled models until their last response."""
+        streams = sum(len(model.streams) for model in (*self.serving, *self.retired) if model.streams is not None)
+        return self._requests + streams or int(self._turn.inside())
 
     def due(self, now: int) -> Batch | None:
         """The next batch that may run on a free instance."""
@@ -246,6 +247,8 @@ class Scheduler:
 
     def _begin(self, batch: Batch) -> Batch:
         self.running += 1
+        if batch.instance.model.streams is not None:
+            self._requests -= len(batch.requests)  # from now on they are among the model's streams
         for request in batch.requests:
             if request.deadline:
                 self._deadlines.remove(request)
@@ -275,7 +278,9 @@ class Scheduler:
                     self.limiter.end(instance.model.claims[instance.index])
             instance.model.free_again(instance)
             self.running -= 1
-            self._requests -= len(batch.requests) - again
+            self._requests += again
+            if instance.model.streams is None:
+                self._requests -= len(batch.requests)
             if batch.alone:
                 self.alone = False
             if instance.model.timed:

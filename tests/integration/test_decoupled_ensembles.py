@@ -156,3 +156,13 @@ def test_many_at_once(client):
     streams = [client.stream("chain", ask(list(range(number)))) for number in range(12)]
     for number, each in enumerate(streams):
         assert [int(response["OUT"][0]) for response in each] == list(range(number))
+
+
+def test_what_runs_is_in_flight_until_its_last_response(broker, client):
+    def in_flight() -> int:
+        return int(broker.client().ask("GetStatus")["status"]["workers"][0]["in_flight"])
+
+    with client.stream("repeat_int32", ask([1] * 1000, delay_ms=20)) as responses:
+        next(responses)
+        eventually(lambda: in_flight() == 1, "it is in flight")
+    eventually(lambda: in_flight() == 0, "it is over")
