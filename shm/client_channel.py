@@ -36,7 +36,8 @@ from shm.memory import map_words
 
 SLEEP_MS = 50  # longest sleep while requests are outstanding: bounds what a lost wake-up could cost
 LATE_MS = 300  # what was completed is not rung for yet: the worker may have died before it, then the broker rings
-SLOW_NS = 200_000
+SLOW_NS = 200_000  # what takes longer is slept for
+LONGER = 3  # times the spin, beyond it, while requests take that long: being woken costs as much as they do
 BESIDE_THREADS = 5  # times the spin: losing the GIL to another thread costs 100 times what waking a worker costs
 _perf = time.perf_counter
 
@@ -71,10 +72,10 @@ class ClientChannel:
         "_positions",
         "_rung",
         "_sleeps",
-        "_slow",
         "_spin",
         "_submissions",
         "_tail",
+        "_took",
         "_words",
         "gone",
         "lost_wakeups",
@@ -89,7 +90,7 @@ class ClientChannel:
         os.close(memory_fd)
         self._bell, self.pipe_fd = bell_fd, pipe_fd
         self._spin = spin_s if FENCE_IS_FULL else 0.0
-        self._slow = False  # did the last completion take long?
+        self._took = 0  # ns, of the last completion
         self._free = list(range(slots - 1, -1, -1))
         self._pending: list[Settles | None] = [None] * slots
         self._positions = [0] * slots
@@ -233,7 +234,7 @@ class ClientChannel:
             else:
                 self.strays += 1
         # Spinning for what takes far longer than the spin only heats the core that the worker may need.
-        self._slow = entry[3] + entry[4] + entry[5] + entry[6] > SLOW_NS
+        self._took = entry[3] + entry[4] + entry[5] + entry[6]
         self._consumed = consumed
         words[CONSUMED] = consumed
         return count
@@ -246,7 +247,7 @@ class ClientChannel:
         words, consumed = self._words, self._consumed
         if words[CTAIL] != consumed:
             return
-        if self._spin and not self._slow:
+        if self._spin and self._took <= SLOW_NS:
             # At once, before looking at clocks and threads: on a shared core the worker runs now.
             _yield_keeping_gil()
             if words[CTAIL] != consumed:
@@ -254,7 +255,7 @@ class ClientChannel:
             alone = threading.active_count() == 1
             spin = self._spin if alone else self._spin * BESIDE_THREADS
             pause = os.sched_yield if alone else _yield_keeping_gil
-            end = _perf() + min(spin, timeout_s)
+            end = _perf() + min(spin + min(2e-9 * self._took, LONGER * self._spin), timeout_s)
             while _perf() < end:
                 pause()
                 if words[CTAIL] != consumed:

@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from shm.client_channel import LATE_MS, SLEEP_MS
+from shm import client_channel
+from shm.client_channel import LATE_MS, SLEEP_MS, ClientChannel
 from shm.errors import Code
 from shm.layout import ARMED, FINAL, SENT, WAITING
 from shm.publishing import HOLD_NS
@@ -346,3 +347,28 @@ def test_a_worker_that_looks_again_goes_by_its_own_clock(twin, client, worker, w
     requests = []
     worker.take(8, 2**62, requests)
     assert requests[0].arrival == 2**62
+
+
+@pytest.mark.parametrize(
+    ("took_us", "spun_us"), [(0, 50), (10, 70), (60, 170), (150, 200), (201, 0)], ids=lambda value: f"{value}us"
+)
+def test_a_client_spins_longer_for_what_takes_longer_and_not_at_all_for_what_takes_long(
+    twin, monkeypatch, took_us, spun_us
+):
+    client, worker = twin.client(spin_s=50e-6), twin.worker({PLAN: Plan()})
+    if not client._spin:
+        pytest.skip("no full fence here: clients never spin")
+    submit(client)
+    (request,) = take(worker)
+    request.infer_ns = took_us * 1000
+    worker.complete([request])
+    client.reap()
+    submit(client)
+    clock = iter(range(10_000))
+    monkeypatch.setattr(client_channel, "_perf", lambda: next(clock) * 1e-6)  # each look at it takes 1 µs
+    slept: list[float] = []
+    monkeypatch.setattr(ClientChannel, "_sleep", lambda self, timeout_s: slept.append(timeout_s))
+    client.wait(1.0)
+    looks = next(clock)
+    assert slept == [1.0]
+    assert looks == pytest.approx(spun_us + 2 if spun_us else 0, abs=1)
