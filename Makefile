@@ -35,6 +35,7 @@ format: $(STAMP)
 stress: $(STAMP)
 	$(BIN)/python -m tests.stress.kill --kills 5000 --hostile
 	$(BIN)/python -m tests.stress.leaks
+	$(BIN)/python -m tests.stress.sequences
 
 bench: $(STAMP)
 	$(BIN)/python -m bench.latency
