@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import numpy as np
 
@@ -41,6 +41,13 @@ DROPPED: Verdict = (Code.INTERNAL, "the model let go of the request without a fi
 _now = time.monotonic_ns
 
 
+class Endable(Protocol):
+    """Where the responses of one request went that nobody can answer any more."""
+
+    def end_if_idle(self, verdict: Verdict) -> None:
+        """End it, unless it has ended or a response is on its way."""
+
+
 @final
 class Streams:
     """The requests of one model that have begun and not ended."""
@@ -56,9 +63,9 @@ class Streams:
                 "supported together: which of its responses has the next state?",
             )
         self.assembly = Assembly(config) if sequence is not None else None  # for the controls
-        self.lock = threading.Lock()  # the statistics, which any thread of the model's may add to
+        self.lock = threading.Lock()  # for an instant: statistics, which any thread may add to; what is to run again
         self._live: dict[Request, Answers] = {}
-        self._dropped: deque[Answers] = deque()
+        self._dropped: deque[Endable] = deque()
         self.again: dict[Request, Answers] = {}  # of requests that are to run once more; that runs even if they ended
 
     def __len__(self) -> int:
@@ -72,7 +79,7 @@ class Streams:
         """It has ended."""
         self._live.pop(request, None)
 
-    def drop(self, answers: Answers) -> None:
+    def drop(self, answers: Endable) -> None:
         """Nobody can answer it any more. Called while memory is collected: takes no lock and ends nothing itself."""
         self._dropped.append(answers)
 
@@ -80,8 +87,9 @@ class Streams:
         """End what nobody can answer any more, and what its client does not want any more. From time to time."""
         while self._dropped:
             self._dropped.popleft().end_if_idle(DROPPED)
-        for request, answers in list(self._live.items()):
-            if request.ended:
+        # The values alone: while pairs were made, memory might be collected, and others begin and end in between.
+        for answers in list(self._live.values()):
+            if answers.request.ended:
                 answers.end_if_idle(CANCELLED)
 
 
@@ -101,6 +109,7 @@ class Answers:
         "_parts",
         "_plan",
         "_rooms",
+        "_runs",
         "_streams",
         "kept",
         "request",
@@ -126,6 +135,7 @@ class Answers:
         self._lock = threading.Lock()  # one response at a time; what ended is written no more
         self._ended = False  # its final completion is published
         self._over = False  # by the model, or nobody wants more: sending is no mistake, and does nothing
+        self._runs = False  # the model is inside `execute`
 
     @property
     def over(self) -> bool:
@@ -173,15 +183,22 @@ class Answers:
             if not self._ended:
                 self._fail(error, True)
 
+    def runs(self, inside: bool) -> None:
+        """The model is called with the request, or has returned from that."""
+        with self._streams.lock:  # the other one may be held by a sender that waits for the client
+            self._runs = inside
+
     def reschedule(self) -> None:
         """As `Stream.reschedule`. The queue does it when the run is over (`broker.worker.sequences`)."""
         record = self.request.sequence
         batching = self._instance.model.config.sequence_batching
         if batching is None or not batching.iterative_sequence or not isinstance(record, SequenceRecord):
             raise not_rescheduled()
-        with self._lock:
+        with self._lock, self._streams.lock:
             if self._ended or self._over:
                 return
+            if not self._runs:  # its queue has let it go: the next step of its sequence would run again instead
+                raise InferError(Code.INTERNAL, "a request can be rescheduled before 'execute' returns, not later")
             record.again = True
             self._streams.again[self.request] = self
 
@@ -229,16 +246,7 @@ class Answers:
 
     def _serialized(self, outputs: Arrays) -> list[tuple[Bytes | None, tuple[int, ...]]]:
         model = self._instance.model
-        known = {tensor.name: tensor.datatype for tensor in model.config.output}
-        for name, array in outputs.items():
-            datatype = known.get(name)
-            if datatype is None:
-                raise InferError(Code.INVALID_ARG, f"model '{model.name}' has no output '{name}'")
-            if datatype != datatypes.BYTES and np.asarray(array).dtype != datatypes.numpy_dtype(datatype):
-                raise InferError(
-                    Code.INVALID_ARG,
-                    f"output '{name}' of model '{model.name}' is {datatype}, got an array of {np.asarray(array).dtype}",
-                )
+        check_outputs(model.config, outputs)
         found: list[tuple[Bytes | None, tuple[int, ...]]] = []
         for tensor in self.tensors:
             if tensor.name not in outputs:
@@ -322,6 +330,20 @@ class Answers:
         self._clock.sent(SUCCESS, now)
         with self._streams.lock:
             self._instance.count_copy("output", copied)
+
+
+def check_outputs(config: ModelConfig, outputs: Arrays) -> None:
+    """Raises InferError for what the model cannot send."""
+    known = {tensor.name: tensor.datatype for tensor in config.output}
+    for name, array in outputs.items():
+        datatype = known.get(name)
+        if datatype is None:
+            raise InferError(Code.INVALID_ARG, f"model '{config.name}' has no output '{name}'")
+        if datatype != datatypes.BYTES and np.asarray(array).dtype != datatypes.numpy_dtype(datatype):
+            raise InferError(
+                Code.INVALID_ARG,
+                f"output '{name}' of model '{config.name}' is {datatype}, got an array of {np.asarray(array).dtype}",
+            )
 
 
 def not_rescheduled() -> InferError:

@@ -30,29 +30,37 @@ _now = time.monotonic_ns
 class Branches(Protocol):
     """What a step of a decoupled member comes from, instead of a client's channel: `broker.worker.ensemble_flow`."""
 
-    def taker(self, step: Request, now: int) -> Taker:
-        """Where its responses go."""
+    def taker(self, step: Request, streams: Streams) -> Taker:
+        """Where its responses go. Raises InferError where there may be one only."""
 
 
-def taker_of(instance: Instance, streams: Streams, request: Request, now: int) -> Taker:
-    """Where the responses to `request` go: its client's memory, or an ensemble."""
+def taker_of(instance: Instance, streams: Streams, request: Request, now: int) -> Taker | None:
+    """Where the responses to `request` go: its client's memory, or an ensemble. None: nowhere, and it has ended."""
     if isinstance(request.channel, WorkerChannel):
         answers = Answers(instance, streams, request, now)
         streams.begin(answers)
         return answers
     ensemble: Branches = request.channel  # type: ignore[assignment]
-    return ensemble.taker(request, now)
+    try:
+        return ensemble.taker(request, streams)
+    except InferError as error:
+        request.fail(Code[error.code], error.message)
+        request.channel.complete((request,))
+        return None
 
 
 def run_streams(instance: Instance, streams: Streams, requests: Sequence[Request], now: int) -> None:
     """Give a batch to the model. Every request gets its ending from its stream, here or later, in any thread."""
     given: list[Stream] = []
+    running: list[Answers] = []
     for request in requests:
         earlier = streams.again.pop(request, None)
         if earlier is not None and earlier.over:
             continue
         request.queue_ns = now - request.arrival
         taker = earlier or taker_of(instance, streams, request, now)
+        if taker is None:
+            continue
         try:
             inputs = _inputs(instance, streams, request)
             assert isinstance(request.plan, Plan)
@@ -60,22 +68,34 @@ def run_streams(instance: Instance, streams: Streams, requests: Sequence[Request
             kept = taker.kept if isinstance(taker, Answers) else None
             given.append(Stream(taker, inputs, names, request.request_id, request.rows, kept))
         except Exception as error:
-            taker.send(None, _described(error), True)
+            taker.fail(_described(error))
+        else:
+            if isinstance(taker, Answers):
+                taker.runs(True)
+                running.append(taker)
     if not given:
         return
-    try:
-        execute = getattr(instance.runtime, "execute", None)
-        if execute is not None:
-            execute(given)
-        else:
-            for stream in given:
-                _run_once(instance, stream)
-    except Exception as error:
-        failure = _described(error)
-        for stream in given:
-            stream.fail(failure)
+    _execute(instance, given)
+    for answers in running:
+        answers.runs(False)
     with streams.lock:
         _count_execution(instance.block, requests, now)
+
+
+def _execute(instance: Instance, given: list[Stream]) -> None:
+    execute = getattr(instance.runtime, "execute", None)
+    # A backend that knows nothing of streams runs one request after the other: only the bad one fails.
+    batches = [given] if execute is not None else [[stream] for stream in given]
+    for streams in batches:
+        try:
+            if execute is not None:
+                execute(streams)
+            else:
+                _run_once(instance, *streams)
+        except Exception as error:
+            failure = _described(error)
+            for stream in streams:
+                stream.fail(failure)
 
 
 def _described(error: Exception) -> InferError:
@@ -131,7 +151,7 @@ def _run_once(instance: Instance, stream: Stream) -> None:
 def _memory(array: npt.NDArray[Any]) -> Bytes:
     if array.dtype.hasobject:
         return np.frombuffer(datatypes.encode_bytes(array), np.uint8)
-    return array.view(np.uint8).reshape(-1)
+    return array.reshape(-1).view(np.uint8)
 
 
 def _count_execution(block: memoryview, requests: Iterable[Request], began: int) -> None:

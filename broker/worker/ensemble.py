@@ -67,8 +67,9 @@ class Ensemble:
         streams = self.model.streams
         if streams is not None:
             taker = taker_of(self.model.instances[0], streams, request, time.monotonic_ns())
-            self.started()
-            Flow(self, request, taker).begin()
+            if taker is not None:
+                self.started()
+                Flow(self, request, taker).begin()
             return
         Run(self, request, self.queue, lambda: request.channel.complete((request,))).begin()
 

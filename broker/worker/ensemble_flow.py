@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 import numpy.typing as npt
 
+from broker.worker.answers import Streams, check_outputs
 from broker.worker.ensemble_memory import Value, fitted, private
-from broker.worker.ensemble_run import Run
+from broker.worker.ensemble_run import Run, Withdrawable
 from broker.worker.plans import Plan
 from broker.worker.running import check_sizes
 from broker.worker.stream import Arrays, Taker
 from shm import datatypes
-from shm.admission import Request
+from shm.admission import Request, Verdict
 from shm.errors import Code, InferError
 
 if TYPE_CHECKING:
@@ -34,10 +35,10 @@ _now = time.monotonic_ns
 
 
 @final
-class Flow:
+class Flow(Withdrawable):
     """One request. `taker` is where its responses go."""
 
-    __slots__ = ("_ensemble", "_request", "_taker", "over", "plan")
+    __slots__ = ("_branches", "_ensemble", "_request", "_taker", "over", "plan")
 
     def __init__(self, ensemble: Ensemble, request: Request, taker: Taker) -> None:
         assert isinstance(request.plan, Plan)
@@ -45,11 +46,21 @@ class Flow:
         self._ensemble = ensemble
         self._request = request
         self._taker = taker
+        self._branches: tuple[Branch, ...] = ()  # those that have begun and not ended, each sprung from the one before
         self.over = False  # what still comes is not wanted
+        request.sequence = self
 
     def begin(self) -> None:
         """Returns at once."""
-        threading.Thread(target=self._drive, name="ensemble-flow", daemon=True).start()
+        try:
+            threading.Thread(target=self._drive, name="ensemble-flow", daemon=True).start()
+        except RuntimeError as error:  # there are too many
+            self._end(InferError(Code.UNAVAILABLE, f"in ensemble '{self._ensemble.model.name}', {error}"))
+
+    def withdraw(self) -> None:
+        """See `Withdrawable`."""
+        for branch in self._branches:
+            branch.withdraw()
 
     def unwanted(self) -> bool:
         """Has the request ended?"""
@@ -73,7 +84,12 @@ class Flow:
         except Exception as failure:
             described = InferError(Code.INTERNAL, f"{type(failure).__name__}: {failure}")
             error = failure if isinstance(failure, InferError) else described
+        self._end(error)
+
+    def _end(self, error: InferError | None) -> None:
         self.over = True
+        self.withdraw()
+        self._request.sequence = None
         if error is None:
             self._taker.send(None, "", True)
         else:
@@ -83,6 +99,7 @@ class Flow:
     def _run(self, branch: Branch) -> None:
         """Run a branch and all that springs from it, then send what it has. Raises what ended one of them."""
         error: InferError | None = None
+        outer, self._branches = self._branches, (*self._branches, branch)
         branch.begin()
         for written in branch.responses():
             if error is None and not self.unwanted():
@@ -91,6 +108,7 @@ class Flow:
                 except InferError as failure:
                     error = failure
                     self.over = True
+        self._branches = outer
         error = error or branch.error
         if error is not None:
             raise error
@@ -163,16 +181,20 @@ class Branch(Run):
 
     # --- of members -------------------------------------------------------------------------------------------------
 
-    def taker(self, step: Request, now: int) -> Taker:
+    def taker(self, step: Request, streams: Streams) -> Taker:
         """Where a decoupled member sends the responses to a step. See `broker.worker.decoupled`."""
-        return _StepTaker(self, step, now)
+        return _StepTaker(self, step, streams)
 
     def unwanted(self) -> bool:
         """Has the ensemble's request ended, or failed?"""
         return bool(self._flow.unwanted() or self._request.code)
 
+    def check(self, step: Request, outputs: Arrays) -> None:
+        """Raises InferError for what the step's member cannot send."""
+        check_outputs(self._members[step.slot].config, outputs)
+
     def respond(self, step: Request, outputs: Arrays) -> None:
-        """A member has sent a response."""
+        """A member has sent a response. Raises InferError where too many wait."""
         graph, needed = self._ensemble.graph.steps[step.slot], self._prepared.needed
         datatype = {tensor.name: tensor.datatype for tensor in self._members[step.slot].config.output}
         written = {}
@@ -195,6 +217,11 @@ class Branch(Run):
         if self.unwanted():
             self._request.ended = Code.CANCELLED
         super()._queue(numbers)
+
+    def look(self) -> None:
+        """Steps have been queued: who cancelled the request meanwhile may not have seen them."""
+        if self.unwanted():
+            self.withdraw()
 
     def _advance(self) -> None:
         super()._advance()
@@ -227,13 +254,13 @@ class Branch(Run):
 class _StepTaker:
     """Implements `broker.worker.stream.Taker` for a step of an ensemble."""
 
-    __slots__ = ("_branch", "_ended", "_lock", "_step", "_used")
+    __slots__ = ("_branch", "_ended", "_lock", "_step", "_streams")
 
-    def __init__(self, branch: Branch, step: Request, now: int) -> None:
+    def __init__(self, branch: Branch, step: Request, streams: Streams) -> None:
         self._branch = branch
         self._step = step
+        self._streams = streams  # the member's
         self._lock = threading.Lock()
-        self._used = 0
         self._ended = False
 
     def send(self, outputs: Arrays | None, error: str | InferError, final: bool) -> None:
@@ -248,6 +275,7 @@ class _StepTaker:
                 self._end(failure)
                 return
             if outputs is not None and not self._branch.unwanted():
+                self._branch.check(self._step, outputs)
                 try:
                     self._branch.respond(self._step, outputs)
                 except InferError as failure:
@@ -276,7 +304,11 @@ class _StepTaker:
     def let_go(self) -> None:
         """The member forgot the step. Called while memory is collected, so somebody else ends it."""
         if not self._ended:
-            threading.Thread(target=self.fail, args=(_forgotten(),), name="ensemble-forgotten", daemon=True).start()
+            self._streams.drop(self)
+
+    def end_if_idle(self, verdict: Verdict) -> None:
+        """See `broker.worker.answers.Endable`."""
+        self.fail(InferError(*verdict))
 
     def _end(self, error: InferError | None) -> None:
         self._ended = True
@@ -288,10 +320,6 @@ class _StepTaker:
 def _is_decoupled(step: Request) -> bool:
     plan = step.plan
     return isinstance(plan, Plan) and plan.model is not None and plan.model.config.decoupled
-
-
-def _forgotten() -> InferError:
-    return InferError(Code.INTERNAL, "the model let go of the request without a final response")
 
 
 def _kept(datatype: str, array: npt.NDArray[Any]) -> Value:

@@ -25,14 +25,26 @@ from shm.admission import EXPIRED, Request
 from shm.errors import Code, InferError
 
 if TYPE_CHECKING:
+    from broker.worker.answers import Streams
     from broker.worker.ensemble import Ensemble
+    from broker.worker.stream import Taker
 
 Submit = Callable[[list[Request]], None]
 _now = time.monotonic_ns
 
 
-class Run:
-    """Implements `shm.admission.Publishes` for its steps. While it lasts it is its request's `sequence`."""
+class Withdrawable:
+    """What is under way for a request; while it lasts it is the request's `sequence`."""
+
+    __slots__ = ()
+
+    def withdraw(self) -> None:
+        """Take back the steps that still wait: nobody wants what they would write. Those that run go on."""
+        raise NotImplementedError
+
+
+class Run(Withdrawable):
+    """Implements `shm.admission.Publishes` for its steps."""
 
     __slots__ = (
         "_advancing",
@@ -96,13 +108,13 @@ class Run:
         self._advance()
 
     def withdraw(self) -> None:
-        """Take back the steps that still wait: nobody wants what they would write. Those that run go on."""
+        """See `Withdrawable`."""
         with self._lock:
             steps = list(self._steps)
         waiting = []
         for step in steps:
             inner = step.sequence
-            if isinstance(inner, Run):
+            if isinstance(inner, Withdrawable):
                 step.ended = step.ended or Code.CANCELLED
                 inner.withdraw()
             else:
@@ -113,6 +125,14 @@ class Run:
         """Steps have been queued: who ended the run meanwhile may not have seen them."""
         if self._request.ended or self._request.code:
             self.withdraw()
+
+    def taker(self, step: Request, streams: Streams) -> Taker:
+        """Where a decoupled member would send its responses: it was none when the ensemble was loaded."""
+        name = self._ensemble.graph.steps[step.slot].model_name
+        raise InferError(
+            Code.UNAVAILABLE,
+            f"model '{name}' is decoupled, which it was not when its ensemble was loaded: ask again",
+        )
 
     # --- by one thread at a time --------------------------------------------------------------------------------
 

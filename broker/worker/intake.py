@@ -5,7 +5,7 @@ Called by the loop's leader with what it took from one channel, and by runs of e
 
 from __future__ import annotations
 
-from broker.worker.ensemble_run import Run
+from broker.worker.ensemble_run import Withdrawable
 from broker.worker.plans import Plan
 from shm.admission import Request
 
@@ -31,6 +31,6 @@ def take_in(requests: list[Request]) -> list[Request]:
 
 def withdraw(request: Request) -> None:
     """Nobody waits for a request that is not queued any more: of an ensemble's, the steps still to run do not."""
-    run = request.sequence
-    if isinstance(run, Run):
-        run.withdraw()
+    under_way = request.sequence
+    if isinstance(under_way, Withdrawable):
+        under_way.withdraw()

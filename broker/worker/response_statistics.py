@@ -1,7 +1,7 @@
 """What Triton's `response_stats` tell of each response of a decoupled model, by its index in its request.
 
 A response is computed from the end of the one before it, or from the start of the run, until the model says that it is
-(`Stream.computed`) or sends it; then it is output. Kept by `broker.worker.stream` for each request.
+(`Stream.computed`) or sends it; then it is output. Kept by `broker.worker.answers` for each request.
 """
 
 from __future__ import annotations

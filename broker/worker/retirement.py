@@ -22,3 +22,9 @@ def claim(model: LoadedModel) -> bool:
         return False
     model.closed = MISSING
     return True
+
+
+def plans_of(model: LoadedModel) -> object:
+    """Equal for models that take each other's plans."""
+    config = model.config
+    return config.name, model.version, config.input, config.output, config.max_batch_size, config.decoupled

@@ -15,7 +15,7 @@ from broker.worker.deadlines import Deadlines
 from broker.worker.model import Instance, LoadedModel
 from broker.worker.queues import Row
 from broker.worker.rate_limiter import Pool, RateLimiter, claims_of
-from broker.worker.retirement import claim, needed
+from broker.worker.retirement import claim, needed, plans_of
 from broker.worker.sequences import Sequences
 from broker.worker.trim import trim
 from broker.worker.turn import Turn
@@ -89,13 +89,9 @@ class Scheduler:
 
     def _predecessor(self, request: Request, model: LoadedModel) -> LoadedModel | None:
         """The model that `model` replaced, if this request goes on with a sequence there."""
+        wanted = plans_of(model)
         for old in self.retired:
-            same = (old.name, old.version, old.config.input, old.config.output)
-            if (
-                isinstance(old.queue, Sequences)
-                and old.queue.continues(request)
-                and same == (model.name, model.version, model.config.input, model.config.output)
-            ):
+            if isinstance(old.queue, Sequences) and old.queue.continues(request) and plans_of(old) == wanted:
                 return old
         return None
 
@@ -247,8 +243,9 @@ class Scheduler:
 
     def _begin(self, batch: Batch) -> Batch:
         self.running += 1
-        if batch.instance.model.streams is not None:
-            self._requests -= len(batch.requests)  # from now on they are among the model's streams
+        streams = batch.instance.model.streams
+        if streams is not None:  # from now on they are among the model's streams; what runs once more is already
+            self._requests -= sum(request not in streams.again for request in batch.requests)
         for request in batch.requests:
             if request.deadline:
                 self._deadlines.remove(request)
@@ -269,7 +266,6 @@ class Scheduler:
         """The batch has run; its instance is free."""
         with self.lock:
             instance = batch.instance
-            again = 0
             if not batch.alone:
                 again = instance.model.queue.done(instance.index, batch.rows)
                 if again and instance.model not in self.queued:
@@ -278,7 +274,6 @@ class Scheduler:
                     self.limiter.end(instance.model.claims[instance.index])
             instance.model.free_again(instance)
             self.running -= 1
-            self._requests += again
             if instance.model.streams is None:
                 self._requests -= len(batch.requests)
             if batch.alone:

@@ -27,6 +27,8 @@ STOPPING: Final[Verdict] = (
     "Server is stopping, scheduler for model has stopped accepting new inference requests",
 )
 
+NOBODY: Final = -1  # whose sequences are that have no id
+
 _log = logging.getLogger(__name__)
 
 
@@ -68,7 +70,7 @@ class Sequences:
         alone = not number
         if alone:
             number = next(self._numbers)
-            key = (key[0], number)
+            key = (NOBODY, number)  # clients may have the same number for a sequence of their own
         line = self._live.get(key)
         if request.flags & SEQUENCE_START or alone:
             record = Sequence(number)

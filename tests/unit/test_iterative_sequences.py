@@ -119,3 +119,11 @@ def test_random_passes(seed: int, kind: str) -> None:
     assert not queue._lines
     assert not queue._again
     assert not any(line for slots in queue._slots for line in slots)
+
+
+def test_a_request_without_an_id_has_no_other_client_s_sequence() -> None:
+    queue = iterative("direct", 2)
+    one, other = request(1 << 63, START), request(0)
+    queue.add(one, 1)
+    queue.add(other, 1)
+    assert queue.take(1) == [one, other]
