@@ -222,7 +222,9 @@ class AsyncPlan(StaysHere):
         if not bound.layout.responses:
             return AsyncSingle(await self._start(deadline_ns, input_slot, None, options, values))
         if (needed := bound.layout.outgrown) is not None:
-            await self._client.grow(self, needed, deadline_ns)
+            bound.layout.outgrown = None
+            with contextlib.suppress(InferError):  # without more room responses go on coming in parts
+                await self._client.grow(self, needed, deadline_ns)
             return await self.source(deadline_ns, input_slot, options, values)
         bank = bound.layout.bank
         lease = None if bank is None else bank.take() or await self._lease(bank, deadline_ns)

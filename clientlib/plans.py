@@ -6,6 +6,7 @@ thread-local; a lost broker, a fork or a close replaces that thread-local, so th
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -139,7 +140,9 @@ class Plan(StaysHere):
         if not bound.layout.responses:
             return Single(self._start(deadline_ns, input_slot, None, *options, values))
         if (needed := bound.layout.outgrown) is not None:
-            self._client.grow(self, needed, deadline_ns)
+            bound.layout.outgrown = None
+            with contextlib.suppress(InferError):  # without more room responses go on coming in parts
+                self._client.grow(self, needed, deadline_ns)
             return self.source(deadline_ns, input_slot, options, values)
         return start(self, bound, deadline_ns, input_slot, options, values)
 

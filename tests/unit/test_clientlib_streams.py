@@ -317,3 +317,31 @@ def test_arguments(client):
         plan.stream()
     with pytest.raises(TypeError, match="cannot be copied"):
         client.stream("double", {"x": np.ones((1, 1), np.float32)}).__reduce__()
+
+
+def test_without_memory_for_larger_rooms_responses_come_in_parts(small_broker, client, answering, monkeypatch):
+    def no_memory(*_: object) -> None:
+        raise InferError(Code.UNAVAILABLE, "no memory is left")
+
+    answering([(0, note(1, 50_000, 200_000))], (0, b""))
+    assert outcome(client.stream("several", X)) == ["INTERNAL"], "the other parts do not come"
+    monkeypatch.setattr(clientlib.Client, "grow", no_memory)
+    answering(numbers(2), (0, b""))
+    for _ in range(2):
+        assert outcome(client.stream("several", X)) == [(1,), (1,)]
+
+
+def test_without_memory_for_larger_rooms_responses_come_in_parts_on_a_loop(small_broker, answering, monkeypatch):
+    async def no_memory(*_: object) -> None:
+        raise InferError(Code.UNAVAILABLE, "no memory is left")
+
+    async def ask() -> None:
+        async with await clientlib.connect_async(small_broker.directory) as client:
+            assert await outcome_of(client.stream("several", X)) == ["INTERNAL"], "the other parts do not come"
+            monkeypatch.setattr(clientlib.AsyncClient, "grow", no_memory)
+            answering(numbers(2), (0, b""))
+            for _ in range(2):
+                assert await outcome_of(client.stream("several", X)) == [(1,), (1,)]
+
+    answering([(0, note(1, 50_000, 200_000))], (0, b""))
+    asyncio.run(ask())
