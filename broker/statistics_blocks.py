@@ -33,6 +33,7 @@ from shm.statistics import (
     INFERENCES,
     INPUT_NS,
     LAST_MS,
+    LASTING,
     LATENCIES,
     LATENCY,
     MAX_BATCH,
@@ -109,10 +110,11 @@ class StatisticsBlocks:
         for block in blocks:
             self.page.words[block * BLOCK + BATCH] = 0
             self.page.words[block * BLOCK + PENDING] = 0
+            self.page.words[block * BLOCK + LASTING] = 0
 
     def busy(self, model: str, version: int) -> bool:
         """Does one of its requests wait or run?"""
-        return any(block[PENDING] or block[BATCH] for block in self._of((model, version)))
+        return any(block[PENDING] or block[BATCH] or block[LASTING] for block in self._of((model, version)))
 
     def model_stats(self, model: str, version: int) -> dict[str, Any]:
         """One entry of Triton's `model_stats` (durations in ns), with our own keys beside it."""

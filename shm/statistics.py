@@ -24,6 +24,7 @@ INFERENCES = 11  # rows (Triton's inference_count)
 EXECUTIONS = 12  # model runs (execution_count)
 LAST_MS = 13  # wall clock, ms since the epoch, of the last inference
 FAIL_NS = 14
+LASTING = 15  # requests of a decoupled model that it has been given and that have not ended
 COPIED = 16  # .. +5: bytes copied, by reason
 REASONS = ("policy", "gather", "scatter", "output", "align", "cache")
 RETRIED = 24  # requests run again after a worker's death

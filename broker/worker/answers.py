@@ -71,12 +71,16 @@ class Streams:
     def __len__(self) -> int:
         return len(self._live)
 
-    def begin(self, answers: Answers) -> None:
-        """A request has been given to the model."""
+    def begin(self, answers: Answers, block: memoryview) -> None:
+        """A request has been given to the instance that `block` is of."""
         self._live[answers.request] = answers
+        with self.lock:
+            block[statistics.LASTING] += 1
 
-    def end(self, request: Request) -> None:
+    def end(self, request: Request, block: memoryview) -> None:
         """It has ended."""
+        with self.lock:
+            block[statistics.LASTING] -= 1
         self._live.pop(request, None)
 
     def drop(self, answers: Endable) -> None:
@@ -322,7 +326,7 @@ class Answers:
         with self._streams.lock:
             _count_ending(self._instance.block, request)
         self._channel.complete((request,))
-        self._streams.end(request)
+        self._streams.end(request, self._instance.block)
 
     def _count_sent(self, copied: int, began: int) -> None:
         now = _now()

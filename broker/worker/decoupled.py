@@ -38,7 +38,7 @@ def taker_of(instance: Instance, streams: Streams, request: Request, now: int) -
     """Where the responses to `request` go: its client's memory, or an ensemble. None: nowhere, and it has ended."""
     if isinstance(request.channel, WorkerChannel):
         answers = Answers(instance, streams, request, now)
-        streams.begin(answers)
+        streams.begin(answers, instance.block)
         return answers
     ensemble: Branches = request.channel  # type: ignore[assignment]
     try:
