@@ -170,11 +170,25 @@ class ModelTable:
             model = versions.get(plan.version or max(versions, default=0))
             if plan.closed not in UNTIL_A_LOAD:
                 return
-            if model is None or (plan.model is not None and not _same_signature(plan.model, model)):
+            if model is None or not _fits(plan, model):
                 plan.close(MISSING if model is None else CHANGED)
                 plan.forget_bindings()
             elif plan.model is not model or plan.closed is not None:
                 self._adopt(plan, model)
+
+
+def _fits(plan: Plan, model: LoadedModel) -> bool:
+    """The broker may have checked a new plan against the model that `model` has replaced."""
+    config = model.config
+    if plan.model is not None:
+        return _same_signature(plan.model, model)
+    types = {tensor.name: tensor.datatype for tensor in (*config.input, *config.output)}
+    return (
+        bool(plan.responses) == config.decoupled
+        and plan.rows <= config.max_batch_size
+        and all(types.get(tensor.name, tensor.datatype) == tensor.datatype for tensor in plan.inputs)  # or an id
+        and all(types.get(tensor.name) == tensor.datatype for tensor in plan.outputs)
+    )
 
 
 def _same_signature(old: LoadedModel, new: LoadedModel) -> bool:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import onnx
 import pytest
 
@@ -173,3 +174,28 @@ def test_signatures_are_bounded_and_only_cost_batches(load, table, monkeypatch):
     assert plans[0].signature == plans[-1].signature
     assert plans[0].signature is not plans[-1].signature
     assert plans[0].signature != plans[1].signature
+
+
+@pytest.mark.parametrize("change", ["none", "decoupled", "not decoupled", "batch", "input", "output", "outputs"])
+def test_a_plan_that_was_checked_against_the_model_before_is_closed(load, table, change):
+    loaded = load(models.add1())
+    config = loaded.model.config
+    (x,), (y,) = config.input, config.output
+    responses = 4 if change == "not decoupled" else 0
+    changes = {
+        "decoupled": {"decoupled": True},
+        "batch": {"max_batch_size": 0},
+        "input": {"input": (msgspec.structs.replace(x, datatype="INT32"),)},
+        "output": {"output": (msgspec.structs.replace(y, datatype="INT32"),)},
+        "outputs": {"output": (msgspec.structs.replace(y, name="z"),)},
+    }
+    loaded.model.config = msgspec.structs.replace(config, **changes.get(change, {}))
+    model = load_into(table, loaded)
+    memory = loaded.memory()
+    outputs = [spec("y", (-1,), offset=4096, byte_size=64)] if responses else [spec("y", (1, 4), offset=4096)]
+    plan = loaded.plan(memory, [spec("x", (1, 4))], outputs, rows=1, responses=responses)
+    plan.model, plan.closed = None, MISSING
+    table.publish(model, list)
+    table.bind(plan)
+    assert plan.closed == (None if change == "none" else CHANGED)
+    model.close()
