@@ -78,8 +78,8 @@ class Stream:
     def send(self, outputs: Arrays | None = None, *, error: str | InferError = "", final: bool = False) -> None:
         """Send one response: `outputs`, or an error; `final`: the last one, which may also be empty.
 
-        Copies the arrays. Waits while the client has 16 responses unread. Raises InferError for outputs that the model
-        does not have or in another datatype, and after the final response.
+        Copies the arrays. Waits while the client has 16 responses unread, fewer of large ones. Raises InferError for
+        outputs that the model does not have or in another datatype, and after the final response.
         """
         if self._released:
             raise InferError(Code.INTERNAL, "Unable to send response. Response sender has been closed.")
