@@ -224,7 +224,8 @@ class Answers:
 
     def _count_unwanted(self, outputs: Arrays | None, error: str | InferError) -> None:
         """As in Triton, what a model sends after its client has left counts; its end is the cancellation."""
-        self._clock.sent(FAIL if error else CANCEL if outputs is None else SUCCESS, _now())
+        if self._instance.model.closed is None:  # else its block may be another model's
+            self._clock.sent(FAIL if error else CANCEL if outputs is None else SUCCESS, _now())
 
     def _respond(self, outputs: Arrays, final: bool) -> None:
         began = _now()

@@ -262,3 +262,21 @@ def test_a_model_of_the_other_kind_is_no_predecessor(lab):
     assert refused is step
     assert code == Code.INVALID_ARG
     assert "START" in text
+
+
+@pytest.mark.parametrize("lab", [(AGAIN,)], indirect=True)
+def test_what_is_sent_after_the_model_was_closed_counts_nowhere(lab):
+    """Its block of the statistics page may be another model's by then."""
+    lab.ask(1)
+    lab.run()
+    stream = lab.model.instances[0].runtime.streams.pop()
+    (request,) = [each for each in lab.worker.live if each is not None]
+    request.ended = Code.CANCELLED
+    lab.model.streams.look()
+    lab.scheduler.retire(lab.model)
+    lab.scheduler.close_retired()
+    block = lab.model.instances[0].block
+    before = block.tolist()
+    stream.send({"y": np.zeros(2, np.int32)})
+    stream.send(final=True)
+    assert block.tolist() == before
