@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 import numpy.typing as npt
 
-from broker.worker.answers import Streams, check_outputs
+from broker.worker.answers import PATIENCE_NS, Streams, check_outputs
 from broker.worker.ensemble_memory import Value, fitted, private
 from broker.worker.ensemble_run import Run, Withdrawable
 from broker.worker.plans import Plan
@@ -30,7 +30,9 @@ from shm.errors import Code, InferError
 if TYPE_CHECKING:
     from broker.worker.ensemble import Ensemble
 
-MAX_AHEAD = 1024  # responses of a member that wait for the steps behind it; it may be one of those, so it must not wait
+# Of a member's responses that wait for the steps behind it. It may be one of those, so it waits for large ones only.
+MAX_AHEAD, AHEAD_BYTES = 1024, 64 << 20
+LOOK_S = 0.01
 _now = time.monotonic_ns
 
 
@@ -121,7 +123,7 @@ class Flow(Withdrawable):
 class Branch(Run):
     """A run with a part of the steps. Its request is a stand-in for the client's."""
 
-    __slots__ = ("_changed", "_done", "_flow", "_inbox", "_parent", "_written")
+    __slots__ = ("_ahead", "_changed", "_done", "_flow", "_inbox", "_parent", "_written")
 
     def __init__(
         self, flow: Flow, ensemble: Ensemble, request: Request, parent: Branch | None, written: Mapping[str, Value]
@@ -131,6 +133,7 @@ class Branch(Run):
         self._parent = parent
         self._written = written
         self._inbox: queue.SimpleQueue[dict[str, Value] | None] = queue.SimpleQueue()
+        self._ahead = 0  # bytes of what is in there
         self._changed = threading.Condition(self._lock)
         self._done = False
 
@@ -157,6 +160,8 @@ class Branch(Run):
         """What its decoupled members send, each when no other step runs: what those write, all branches have."""
         while (written := self._inbox.get()) is not None:
             with self._changed:
+                self._ahead -= _byte_size(written)
+                self._changed.notify_all()
                 self._changed.wait_for(self._settled)
             yield written
 
@@ -194,7 +199,7 @@ class Branch(Run):
         check_outputs(self._members[step.slot].config, outputs)
 
     def respond(self, step: Request, outputs: Arrays) -> None:
-        """A member has sent a response. Raises InferError where too many wait."""
+        """A member has sent a response. Waits while many bytes of them wait. Raises InferError where too many do."""
         graph, needed = self._ensemble.graph.steps[step.slot], self._prepared.needed
         datatype = {tensor.name: tensor.datatype for tensor in self._members[step.slot].config.output}
         written = {}
@@ -206,7 +211,25 @@ class Branch(Run):
             raise InferError(
                 Code.UNAVAILABLE, f"{MAX_AHEAD} responses of model '{graph.model_name}' wait for the steps behind it"
             )
-        self._inbox.put(written)
+        if self._make_room(_byte_size(written), graph.model_name):
+            self._inbox.put(written)
+
+    def _make_room(self, byte_size: int, model: str) -> bool:
+        """Wait until so many bytes more may wait, or nobody wants them."""
+        until = _now() + PATIENCE_NS
+        with self._changed:
+            while self._ahead and self._ahead + byte_size > AHEAD_BYTES:
+                if self.unwanted():
+                    return False
+                if _now() > until:
+                    raise InferError(
+                        Code.UNAVAILABLE,
+                        f"responses of model '{model}' of {self._ahead} bytes wait for the steps behind it, or for the "
+                        f"client, which took none for {PATIENCE_NS // 10**9} s",
+                    )
+                self._changed.wait(LOOK_S)
+            self._ahead += byte_size
+        return True
 
     # --- as a run ---------------------------------------------------------------------------------------------------
 
@@ -320,6 +343,10 @@ class _StepTaker:
 def _is_decoupled(step: Request) -> bool:
     plan = step.plan
     return isinstance(plan, Plan) and plan.model is not None and plan.model.config.decoupled
+
+
+def _byte_size(written: Mapping[str, Value]) -> int:
+    return sum(value.byte_size for value in written.values())
 
 
 def _kept(datatype: str, array: npt.NDArray[Any]) -> Value:

@@ -211,3 +211,57 @@ def test_a_member_that_became_decoupled_meanwhile(lab):
     assert lab.bench.client.ended == [request]
     assert request.code == Code.UNAVAILABLE
     assert b"decoupled" in request.note
+
+
+def test_a_member_waits_while_many_bytes_wait(lab, monkeypatch):
+    monkeypatch.setattr(ensemble_flow, "AHEAD_BYTES", 3 * 4 * WIDTH)
+    _, ending = lab.ask()
+    member = lab.member()
+    sent: list[int] = []
+
+    def send() -> None:
+        for number in range(8):
+            member.send(y(number, 0, 0), "", False)
+            sent.append(number)
+        member.send(None, "", True)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    for number in range(8):
+        eventually(lambda: lab.bench.queue, "the step behind waits")
+        eventually(lambda number=number: len(sent) == min(number + 4, 8), "three wait, beside the one that is at it")
+        lab.bench.begin(0)
+        lab.bench.end(0)
+    sender.join()
+    eventually(lambda: ending.endings, "it ends")
+    assert [each["y"][0] for each in ending.responses] == [number + 1 for number in range(8)]
+    eventually(lab.over)
+
+
+def test_a_member_that_waits_goes_on_when_nobody_wants_its_responses(lab, monkeypatch):
+    monkeypatch.setattr(ensemble_flow, "AHEAD_BYTES", 4 * WIDTH)
+    request, ending = lab.ask()
+    member = lab.member()
+    sender = threading.Thread(target=lambda: [member.send(y(1, 2, 3), "", False) for _ in range(5)])
+    sender.start()
+    eventually(lambda: lab.bench.queue, "the step behind waits")
+    lab.bench.cancel(request)
+    sender.join(30)
+    assert not sender.is_alive()
+    member.send(None, "", True)
+    eventually(lambda: ending.endings, "it ends")
+    eventually(lab.over)
+
+
+def test_a_member_that_nobody_takes_anything_of_is_told(lab, monkeypatch):
+    monkeypatch.setattr(ensemble_flow, "AHEAD_BYTES", 4 * WIDTH)
+    monkeypatch.setattr(ensemble_flow, "PATIENCE_NS", 1_000_000)
+    _, ending = lab.ask()
+    member = lab.member()
+    for _ in range(3):
+        member.send(y(1, 2, 3), "", False)
+    while not ending.endings:
+        eventually(lambda: lab.bench.queue or ending.endings)
+        lab.bench.drain()
+    assert "wait for the steps behind it" in ending.endings[0]
+    eventually(lab.over)
