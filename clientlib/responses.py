@@ -47,7 +47,7 @@ def room(datatype: str, shape: Sequence[int], wanted: int | None) -> int:
     """
     if shapes.is_open(datatype, shape):
         return min(aligned(wanted or FIRST_ROOM), LARGEST_ROOM)
-    return min(aligned(datatypes.byte_size(datatype, shape)), LARGEST_ROOM)
+    return min(aligned(max(datatypes.byte_size(datatype, shape), wanted or 0)), LARGEST_ROOM)
 
 
 def places(rooms: Sequence[int]) -> int:

@@ -67,13 +67,14 @@ class Stream(StaysHere):
     letting the stream go cancels what still runs; what was not read is dropped.
     """
 
-    __slots__ = ("__weakref__", "_again", "_source")
+    __slots__ = ("__weakref__", "_again", "_closed", "_source")
     elsewhere = "send its results' arrays"
 
     def __init__(self, source: Source, again: Again | None = None) -> None:
         """`again`: where to read on when the first thing that comes is this error; None: nowhere, it is raised."""
         self._source = source
         self._again = again
+        self._closed = False
 
     def __iter__(self) -> Stream:
         return self
@@ -87,6 +88,8 @@ class Stream(StaysHere):
             if source is None:
                 raise
             self._source = source
+            if self._closed:  # meanwhile, by another thread
+                source.close()
             result = source.next()
         if result is None:
             raise StopIteration
@@ -101,6 +104,7 @@ class Stream(StaysHere):
 
     def close(self) -> None:
         """Cancel what still runs and drop what was not read. May be called again."""
+        self._closed = True
         self._again = None
         self._source.close()
 

@@ -1,6 +1,7 @@
 """The publishing half of the worker's side of a channel: mark what starts, commit endings and responses, ring.
 
-`shm.worker_channel.WorkerChannel` is the whole. Any thread may call what is here; the ledger is stored under `lock`.
+`shm.worker_channel.WorkerChannel` is the whole. Any thread may call what is here. The ledger is stored under `lock`,
+but for `start`: the mark of a live request is nobody else's.
 """
 
 from __future__ import annotations

@@ -136,7 +136,12 @@ def deliver(
     """
     note: list[int] = []
     moves: list[tuple[Bytes, Bytes]] = []
-    for tensor, array in zip(tensors, arrays, strict=True):
+    if len(arrays) != len(tensors):
+        raise InferError(
+            Code.INTERNAL, f"model '{model.name}' gave {len(arrays)} results, {len(tensors)} outputs wait for one"
+        )
+    for tensor, given in zip(tensors, arrays, strict=True):
+        array = _checked(model, tensor, given)
         data = serialized(tensor, array)
         if not (tensor.open and tensor.make_room(data.size)) and data.size > tensor.place.byte_size:
             raise InferError(
@@ -160,6 +165,23 @@ def deliver(
         target[:] = data
     request.note = struct.pack(f"<{len(note)}Q", *note)
     return sum(data.size for _, data in moves)
+
+
+def _checked(model: LoadedModel, tensor: PlacedTensor, given: object) -> npt.NDArray[np.generic]:
+    """A result as an array of the output's datatype: other bytes would be read as what they are not."""
+    array = np.asarray(given)
+    if tensor.datatype == datatypes.BYTES:
+        fits = array.dtype.kind in "OSU"
+    else:
+        fits = array.dtype == datatypes.numpy_dtype(tensor.datatype)
+        fits = fits or (tensor.datatype == "BF16" and array.dtype.itemsize == 2)  # which numpy does not have
+    if not fits:
+        raise InferError(
+            Code.INTERNAL,
+            f"output '{tensor.name}' of model '{model.name}' is {tensor.datatype}, the model gave an array of "
+            f"{array.dtype}",
+        )
+    return array
 
 
 def serialized(tensor: PlacedTensor, array: npt.NDArray[np.generic]) -> Bytes:

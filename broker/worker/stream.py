@@ -75,7 +75,7 @@ class Stream:
         """For the statistics: the next response is computed, what the model does until it is sent is output."""
         self._answers.computed()
 
-    def send(self, outputs: Arrays | None = None, *, error: str | InferError = "", final: bool = False) -> None:
+    def send(self, outputs: Arrays | None = None, *, error: str | Exception = "", final: bool = False) -> None:
         """Send one response: `outputs`, or an error; `final`: the last one, which may also be empty.
 
         Copies the arrays. Waits while the client has 16 responses unread, fewer of large ones. Raises InferError for
@@ -83,6 +83,12 @@ class Stream:
         """
         if self._released:
             raise InferError(Code.INTERNAL, "Unable to send response. Response sender has been closed.")
+        if outputs is not None and not isinstance(outputs, Mapping):
+            raise InferError(
+                Code.INVALID_ARG, f"a response maps the names of outputs to arrays, got {type(outputs).__name__}"
+            )
+        if isinstance(error, Exception) and not isinstance(error, InferError):
+            error = InferError(Code.INTERNAL, f"{type(error).__name__}: {error}")
         self._answers.send(outputs, error, final)
 
     def reschedule(self) -> None:

@@ -1,0 +1,61 @@
+"""What a backend of one's own may give for its outputs, and what it is told about the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+from shm.errors import Code
+from tests.fakes.loaded import Loaded, spec, text_of
+from tests.fakes.loading import run
+
+CONFIG = """
+backend: "own"
+max_batch_size: 0
+input { name: "x" data_type: TYPE_FP32 dims: [ 4 ] }
+output { name: "y" data_type: TYPE_INT32 dims: [ -1 ] }
+"""
+BACKEND = """
+import numpy as np
+class Model:
+    def bind(self, inputs, outputs):
+        return self
+    def run(self):
+        pass
+    def results(self):
+        return RESULTS
+    def close(self):
+        pass
+def load(context):
+    return Model()
+RESULTS = """
+
+
+def gives(root, results: str):
+    (root / "m" / "1").mkdir(parents=True)
+    (root / "m" / "config.pbtxt").write_text(CONFIG)
+    (root / "m" / "backend.py").write_text(BACKEND + results)
+    with Loaded(run(root)) as loaded:
+        memory = loaded.memory()
+        plan = loaded.plan(memory, [spec("x", (4,))], [spec("y", (-1,), "INT32", offset=256, byte_size=64)])
+        request = loaded.run(loaded.request(plan))
+        return request, memory.get(256, (2,), "INT32").tolist()
+
+
+@pytest.mark.parametrize("results", ["[np.array([7, 8], np.int32)]", "(np.array([7, 8], np.int32),)"])
+def test_results_of_the_right_datatype_are_delivered(tmp_path, results):
+    request, y = gives(tmp_path, results)
+    assert (request.code, y) == (Code.OK, [7, 8])
+
+
+@pytest.mark.parametrize(
+    ("results", "text"),
+    [
+        ("[np.array([1.5], np.float32)]", "output 'y' of model 'm' is INT32, the model gave an array of float32"),
+        ("[np.array([1], np.int64)]", "output 'y' of model 'm' is INT32, the model gave an array of int64"),
+        ("[np.array([b'a'], object)]", "output 'y' of model 'm' is INT32, the model gave an array of object"),
+        ("[]", "model 'm' gave 0 results, 1 outputs wait for one"),
+    ],
+)
+def test_others_are_an_error_of_the_model_and_nothing_is_written(tmp_path, results, text):
+    request, y = gives(tmp_path, results)
+    assert (request.code, text_of(request), y) == (Code.INTERNAL, text, [0, 0])
