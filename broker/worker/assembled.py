@@ -202,7 +202,7 @@ class _Batch:
         """The operands lie where those of the last batch did: the binding is mostly known. Strings never stay."""
         instance = self._instance
         if any(operand.datatype == datatypes.BYTES for operand in (*self._inputs, *self._outputs)):
-            return instance.runtime.bind(self._inputs, self._outputs)
+            return instance.bind(self._inputs, self._outputs, self.total)
         known = self._assembly.bindings.setdefault(instance.number, {})
         key = (
             tuple(
@@ -214,7 +214,7 @@ class _Batch:
         if found is None:
             if len(known) >= MAX_BINDINGS:
                 known.pop(next(iter(known)))
-            found = known[key] = instance.runtime.bind(self._inputs, self._outputs)
+            found = known[key] = instance.bind(self._inputs, self._outputs, self.total)
         return found
 
     def cut(self, results: Sequence[Array]) -> dict[str, list[Array]]:

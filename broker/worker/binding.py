@@ -117,7 +117,7 @@ def bind(
         )
         if runtime_allocates:
             opens.append(tensor)
-    return Execution(instance, instance.runtime.bind(inputs, outputs), copies, opens)
+    return Execution(instance, instance.bind(inputs, outputs, total), copies, opens)
 
 
 def _block(tensor: PlacedTensor, position: int, rows: int, count: int) -> Bytes:

@@ -26,6 +26,7 @@ from shm.admission import EXPIRED, Request
 from shm.errors import Code
 
 MAX_PREPARED = 16  # per plan of a client, which chooses positions and rows: each holds the run's intermediate tensors
+MAX_FLOWS = 256  # requests of a decoupled ensemble at a time: each has a thread
 PREPARED_BYTES = 64 << 20  # of such tensors, also per plan; a run that needs more gets its memory anew
 
 
@@ -172,6 +173,10 @@ class Ensemble:
         """A run has begun."""
         with self._lock:
             self._block[statistics.PENDING] += 1
+
+    def crowded(self) -> bool:
+        """Are more requests of a decoupled ensemble under way than it has threads for?"""
+        return self._block[statistics.PENDING] > MAX_FLOWS
 
     def flow_ended(self) -> None:
         """The last of a decoupled ensemble's steps is over; its streams count the rest."""

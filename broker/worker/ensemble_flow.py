@@ -54,6 +54,10 @@ class Flow(Withdrawable):
 
     def begin(self) -> None:
         """Returns at once."""
+        if self._ensemble.crowded():
+            name = self._ensemble.model.name
+            self._end(InferError(Code.UNAVAILABLE, f"ensemble '{name}' has as many requests under way as it takes"))
+            return
         try:
             threading.Thread(target=self._drive, name="ensemble-flow", daemon=True).start()
         except RuntimeError as error:  # there are too many

@@ -292,5 +292,5 @@ def _batch_binding(instance: Instance, request: Request, buffers: BatchBuffers, 
             Operand(t.name, t.datatype, shape(t.name, t.shape_of(rows)), None if b is None else b[: rows * t.row_bytes])
             for t, b in zip(plan.outputs, buffers.outputs, strict=True)
         ]
-        found = buffers.bindings[rows] = instance.runtime.bind(inputs, outputs)
+        found = buffers.bindings[rows] = instance.bind(inputs, outputs, rows)
     return found

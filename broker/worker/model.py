@@ -114,6 +114,14 @@ class Instance:
         self._scratch.clear()
         self.runtime.close()
 
+    def bind(self, inputs: list[Operand], outputs: list[Operand], rows: int) -> Binding:
+        """Have the runtime prepare a run of so many rows, with the hang watch on. What it takes is not measured."""
+        self.begin(rows, time.monotonic_ns())
+        try:
+            return self.runtime.bind(inputs, outputs)
+        finally:
+            self.end(rows, 0)
+
     def begin(self, rows: int, now: int) -> None:
         """Tell the broker what runs, so that it can see a hang."""
         block = self.block

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -166,3 +167,25 @@ def test_what_runs_is_in_flight_until_its_last_response(broker, client):
         next(responses)
         eventually(lambda: in_flight() == 1, "it is in flight")
     eventually(lambda: in_flight() == 0, "it is over")
+
+
+def test_more_requests_than_an_ensemble_takes_are_told(broker):
+    """Each has a thread in the worker: 256 of one ensemble, whoever sends them."""
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(clientlib.connect(str(broker.directory), slots=128)) for _ in range(6)]
+        streams = [
+            client.stream("simple", ask([1], delay_ms=6000), timeout=60) for client in clients for _ in range(50)
+        ]
+        refused = 0
+        for stream in reversed(streams):  # the last are refused at once
+            with stream:
+                if refused < len(streams) - 256:
+                    with pytest.raises(InferError, match="as many requests under way as it takes"):
+                        next(stream)
+                    refused += 1
+        eventually(lambda: clients[0].statistics("simple")[0]["pending"] == 0, "those that were cancelled are over")
+        assert stream_of(clients[0], [1]) == [1]
+
+
+def stream_of(client: clientlib.Client, values: list[int]) -> list[int]:
+    return [int(response["OUT"][0]) for response in client.stream("simple", ask(values))]

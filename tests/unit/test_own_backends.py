@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from shm import statistics
 from shm.errors import Code
 from tests.fakes.loaded import Loaded, spec, text_of
 from tests.fakes.loading import run
@@ -59,3 +60,27 @@ def test_results_of_the_right_datatype_are_delivered(tmp_path, results):
 def test_others_are_an_error_of_the_model_and_nothing_is_written(tmp_path, results, text):
     request, y = gives(tmp_path, results)
     assert (request.code, text_of(request), y) == (Code.INTERNAL, text, [0, 0])
+
+
+def test_a_binding_that_hangs_can_be_seen(tmp_path, monkeypatch):
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "m" / "config.pbtxt").write_text(CONFIG)
+    (tmp_path / "m" / "backend.py").write_text(BACKEND + "[np.array([7, 8], np.int32)]")
+    with Loaded(run(tmp_path)) as loaded:
+        (instance,) = loaded.model.instances
+        seen = []
+
+        def bind(inputs, outputs):
+            seen.append((instance.block[statistics.BATCH], instance.block[statistics.STARTED]))
+            raise RuntimeError("no")
+
+        monkeypatch.setattr(instance.runtime, "bind", bind)
+        memory = loaded.memory()
+        plan = loaded.plan(memory, [spec("x", (4,))], [spec("y", (-1,), "INT32", offset=256, byte_size=64)])
+        request = loaded.run(loaded.request(plan))
+        assert text_of(request) == "RuntimeError: no"
+        ((batch, started),) = seen
+        assert batch == 1
+        assert started
+        assert instance.block[statistics.BATCH] == 0
+        assert not instance.longest.get(0)
