@@ -114,8 +114,8 @@ class Run(Withdrawable):
         waiting = []
         for step in steps:
             inner = step.sequence
+            step.ended = step.ended or Code.CANCELLED  # one that waits in a sequence ends that: it would lack the step
             if isinstance(inner, Withdrawable):
-                step.ended = step.ended or Code.CANCELLED
                 inner.withdraw()
             else:
                 waiting.append(step)
