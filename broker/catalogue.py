@@ -20,6 +20,7 @@ from shm.errors import Code, InferError
 from shm.messages import ModelMetadata, TensorMetadata
 
 LOADING, READY, UNLOADING, UNAVAILABLE = "LOADING", "READY", "UNLOADING", "UNAVAILABLE"
+UNLOADED = "unloaded"  # Triton's reason; begins that of a version that was unloaded for another one
 
 
 @final
@@ -101,6 +102,16 @@ class Catalogue:
             for name, number, found in self.versions()
             if model in ("", name) and (number == wanted or (wanted is None and found.state == READY))
         ]
+
+    def in_flight(self) -> dict[tuple[str, int], int]:
+        """How many requests wait or run, of the versions that have any, whatever their state."""
+        counts = {
+            (name, number): self._blocks.in_flight(
+                name, number, found.config is not None and found.config.ensemble is not None
+            )
+            for name, number, found in self.versions()
+        }
+        return {version: count for version, count in counts.items() if count}
 
     def load_seconds(self, model: str, version: int) -> float:
         """How long the latest load of a known version took that succeeded."""

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from broker.catalogue import UNAVAILABLE, Catalogue
+from broker.catalogue import UNAVAILABLE, UNLOADED, Catalogue
 from broker.repository import ensembles
 from broker.repository.config import ModelConfig
 from broker.repository.ensembles import members
@@ -30,7 +30,8 @@ def misfit(catalogue: Catalogue, config: ModelConfig) -> str:
             configs[name] = serving
         else:
             reasons = (version.reason for version in model.versions.values() if version.state == UNAVAILABLE)
-            failures[name] = model.failure or next(filter(None, reasons), "")
+            failed = (reason for reason in reasons if reason and not reason.startswith(UNLOADED))
+            failures[name] = model.failure or next(failed, "")
     return ensembles.misfit(config, configs, failures, loaded)
 
 

@@ -16,7 +16,7 @@ from typing import NoReturn, final
 from msgspec.structs import replace
 
 from broker import polling
-from broker.catalogue import READY, UNAVAILABLE, Catalogue, Model
+from broker.catalogue import READY, UNAVAILABLE, UNLOADED, Catalogue, Model
 from broker.ensemble_members import as_members_are, ensembles_of, members_first, misfit
 from broker.loading import results
 from broker.overrides import Override, Overrides
@@ -25,7 +25,7 @@ from broker.repository.ensembles import members
 from broker.repository.protocol import LoadRequest, Plan
 from broker.repository.scan import check_model_name, check_traversal, scan
 from broker.repository.scheduling import Ensemble
-from broker.version_life import LOADS, UNLOADED, VersionLife
+from broker.version_life import LOADS, VersionLife
 from broker.workers import Workers
 from shm.errors import Code, InferError
 from shm.message_values import IndexEntry
@@ -52,6 +52,7 @@ class Models(Catalogue):
 
     __slots__ = (
         "_again",
+        "_ensembles",
         "_explicit",
         "_life",
         "_overrides",
@@ -86,6 +87,8 @@ class Models(Catalogue):
         self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._waiting: dict[str, asyncio.Task[None]] = {}  # loads that have not looked at the files yet
         self._again: set[asyncio.Task[None]] = set()
+        # Those that are to serve whenever their members let them, as they were read.
+        self._ensembles: dict[str, ModelConfig] = {}
         self._watch: polling.Watch | None = None
         workers.on_model_lost = self._lost
 
@@ -284,20 +287,30 @@ class Models(Catalogue):
         """With its turn: load what `config` says. Returns why versions failed."""
         model = self.known.setdefault(config.name, Model())
         model.failure = "" if config.versions else "Not loaded: No model version was found"
-        if config.ensemble is not None and (problem := misfit(self, config)):
-            _log.error("failed to load '%s': %s", config.name, problem)
-            if not any(version.generation for version in model.versions.values()):
-                model.failure = problem
-            return dict.fromkeys(config.versions, problem)
-        return await self._life.serve(as_members_are(self, config) if config.ensemble else config, files)
+        if config.ensemble is None:
+            self._ensembles.pop(config.name, None)
+            return await self._life.serve(config, files)
+        problem, serves = misfit(self, config), self.serving(config.name) is not None
+        if not (problem and serves):  # else what serves goes on
+            self._ensembles[config.name] = config
+        if not problem:
+            return await self._life.serve(as_members_are(self, config), files)
+        _log.error("failed to load '%s': %s", config.name, problem)
+        if not serves:
+            model.failure = problem
+        await self._life.tidy(model.versions, files)
+        return dict.fromkeys(config.versions, problem)
 
-    async def _unload_all(self, name: str, reason: str = UNLOADED) -> dict[int, str]:
-        """Returns why versions could not be unloaded."""
+    async def _unload_all(self, name: str, reason: str = "") -> dict[int, str]:
+        """Returns why versions could not be unloaded. `reason`: an ensemble goes for it until its members are back."""
         model = self.known.get(name)
         if model is None:
             return {}
         async with self._turn(name):
+            if not reason:
+                self._ensembles.pop(name, None)
             model.failure = ""
+            reason = f"{UNLOADED}: {reason}" if reason else UNLOADED
             problems = await self._life.unload(name, model.versions, reason)
             if not model.versions and self.known.get(name) is model:  # it never served: nothing to say of it any more
                 del self.known[name]
@@ -307,20 +320,23 @@ class Models(Catalogue):
     async def _changed(self, member: str, but: Collection[str] = ()) -> None:
         """A model was loaded or unloaded: the ensembles that use it are loaded again, or cannot be served any more.
 
+        An ensemble that went because a member had gone comes back with it, as in Triton; one that was unloaded stays.
         `but`: those that were loaded after it anyway.
         """
-        for name in ensembles_of(self, member):
-            config = self.serving(name)
-            if config is None or name in but:
+        for name, config in list(self._ensembles.items()):
+            if config.ensemble is None or member not in members(config.ensemble) or name in but:
                 continue
             if problem := misfit(self, config):
-                await self._unload_all(name, f"{UNLOADED}: {problem}")
+                if self.serving(name) is not None:
+                    await self._unload_all(name, problem)
                 continue
             async with self._turn(name):
-                if self.serving(name) is config:
-                    await self._life.serve(
-                        as_members_are(self, config), self.known[name].versions[max(config.versions)].files
-                    )
+                if self._ensembles.get(name) is not config:
+                    continue
+                model = self.known.setdefault(name, Model())
+                model.failure = ""
+                files = next((found.files for found in model.versions.values() if found.generation), "")
+                await self._life.serve(as_members_are(self, config), files)
             await self._changed(name, but)
 
     def _turn(self, name: str) -> asyncio.Lock:
@@ -345,10 +361,11 @@ class Models(Catalogue):
             return
         _log.error("failed to load '%s' version %d: %s", model, number, reason)
         version.state, version.reason, version.generation = UNAVAILABLE, reason, 0
-        if CHANGED in reason:  # what served cannot be had again: what is there now is
-            task = asyncio.create_task(self._load_again(model), name=f"load {model} again")
-            self._again.add(task)
-            task.add_done_callback(self._again.discard)
+        # What served and cannot be had again, because its files have changed: what is there now is.
+        follow_up = self._load_again(model) if CHANGED in reason else self._changed(model)
+        task = asyncio.create_task(follow_up, name=f"after the loss of {model}")
+        self._again.add(task)
+        task.add_done_callback(self._again.discard)
 
     async def _load_again(self, model: str) -> None:
         try:

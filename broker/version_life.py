@@ -11,14 +11,13 @@ import logging
 import time
 from typing import final
 
-from broker.catalogue import LOADING, READY, UNAVAILABLE, UNLOADING, Catalogue, Version
+from broker.catalogue import LOADING, READY, UNAVAILABLE, UNLOADED, UNLOADING, Catalogue, Version
 from broker.logical_worker import Worker
 from broker.overrides import Overrides
 from broker.repository.config import ModelConfig
 from broker.workers import Workers
 from shm.errors import InferError
 
-UNLOADED = "unloaded"  # Triton's reason
 LOADS = 4  # at a time, as in Triton
 DRAIN_LOOK_S = 0.05
 
@@ -57,7 +56,7 @@ class VersionLife:
             gone = {number: found for number, found in versions.items() if number not in config.versions}
             await self.unload(config.name, gone)
         finally:
-            await self._tidy(versions, files)
+            await self.tidy(versions, files)
         return {number: reason for number, reason in zip(config.versions, reasons, strict=True) if reason}
 
     async def unload(self, model: str, versions: dict[int, Version], reason: str = UNLOADED) -> dict[int, str]:
@@ -66,7 +65,7 @@ class VersionLife:
         files = {found.files for found in serving.values()}
         problems = await asyncio.gather(*(self._unload(model, *each, reason) for each in serving.items()))
         for path in files:
-            await self._tidy(self._catalogue.known[model].versions, path)
+            await self.tidy(self._catalogue.known[model].versions, path)
         return {number: problem for number, problem in zip(serving, problems, strict=True) if problem}
 
     async def _load(self, config: ModelConfig, number: int, files: str) -> str:
@@ -90,7 +89,7 @@ class VersionLife:
         if previous is not None and previous is not worker:
             await previous.unload(config.name, number)
         if old_files != files:
-            await self._tidy(self._catalogue.known[config.name].versions, old_files)
+            await self.tidy(self._catalogue.known[config.name].versions, old_files)
         _log.info("successfully loaded '%s' version %d", config.name, number)
         return ""
 
@@ -149,7 +148,7 @@ class VersionLife:
                 self._workers.give_back((name, other))
         return blocks.take(owner, count, worker)
 
-    async def _tidy(self, versions: dict[int, Version], files: str) -> None:
+    async def tidy(self, versions: dict[int, Version], files: str) -> None:
         """The private repository `files` goes with the last version of its model that serves from it."""
         if files and not any(found.generation and found.files == files for found in versions.values()):
             await asyncio.to_thread(self._overrides.discard, files)
