@@ -191,7 +191,10 @@ class GrpcServer:
 
             async def ask(raw: bytes, understood: list[InferRequest]) -> Responses:
                 request = await self._understand(raw, metadata, understood)
-                return await self._service.stream(request, self._identify(peer, metadata))
+                caller = self._identify(peer, metadata)
+                if peer.startswith("unix:"):
+                    caller.connection = context  # those of a Unix socket all have the same name
+                return await self._service.stream(request, caller)
 
             strict = metadata.get("triton_grpc_error") == "true"
             await Stream(context, ask, self.budget, self._service.copied, strict=strict).run()

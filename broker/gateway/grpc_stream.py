@@ -21,7 +21,7 @@ from broker.gateway.kserve import InferRequest, InferResponse, Responses
 from shm.errors import Code, InferError
 
 MAX_OUTSTANDING: Final = 64  # requests read whose response was not sent: then nothing more is read from the stream
-MAX_LASTING: Final = 256  # requests of decoupled models that run, beside those; more wait
+MAX_LASTING: Final = 128  # requests of decoupled models that run, beside those, as `lasting` has it; more wait
 
 # A client that reads nothing for so long is not slow but gone or hostile; what is kept for it is let go.
 WRITE_STALL_S: Final = 60.0

@@ -24,11 +24,12 @@ import numpy.typing as npt
 from broker.gateway import correlation, validation
 from broker.gateway.answers import EXPIRED, is_gone, response_of, told
 from broker.gateway.kserve import Caller, InferRequest, InferResponse, Transport, one_answer_only
+from broker.gateway.lasting import Holder, Lasting
 from broker.gateway.plan_cache import Entry, PlanCache, check_room, prepare
 from broker.gateway.regions import Alias, OutsideRegion, RegionCache, Writer, check_range
-from broker.gateway.streaming import AnyResponses, Lasting, OneResponse, ResponseStream, Run
+from broker.gateway.streaming import AnyResponses, OneResponse, ResponseStream, Run
 from broker.gateway.timeouts import deadline_of, queue_timeout_of
-from broker.gateway.turns import give_back_all, take_all
+from broker.gateway.turns import Queues, give_back_all, take_all
 from clientlib.async_client import AsyncClient
 from clientlib.layout import RangeInUse
 from clientlib.results import InferResult
@@ -62,7 +63,7 @@ class Inference:
         self._copied = copied
         self._latest: dict[str, tuple[str, float]] = {}  # version and when it was heard, by model
         self._looking: dict[str, asyncio.Task[None]] = {}
-        self._steps = [asyncio.Lock() for _ in range(64)]
+        self._steps = Queues()  # of the steps of a sequence that are being resolved
         self._labels: dict[
             tuple[str, str], tuple[Mapping[str, Sequence[bytes]], float]
         ] = {}  # and when they were heard
@@ -92,7 +93,8 @@ class Inference:
                 raise told(again, request, resolved.aliases.values()) from None
         if not entry.decoupled:
             return OneResponse(request, partial(self._infer, request, caller, resolved, deadline_ns))
-        return AnyResponses(request, partial(self._begin, request, caller, resolved, deadline_ns), self._lasting)
+        begin = partial(self._begin, request, caller, resolved, deadline_ns)
+        return AnyResponses(request, begin, self._lasting, Holder(caller.connection, caller.identity))
 
     async def _infer(
         self, request: InferRequest, caller: Caller, resolved: _Resolved, deadline_ns: int
@@ -148,7 +150,7 @@ class Inference:
         """`_resolve`; no step overtakes one of its sequence that waits for what is there when the later one comes."""
         if not request.sequence_id:
             return await self._resolve(request, caller)
-        async with self._steps[hash((request.model, request.sequence_id)) % len(self._steps)]:
+        async with self._steps.turn((request.model, request.sequence_id)):
             resolved = await self._resolve(request, caller)
             with contextlib.suppress(InferError):  # `_run` meets it again
                 entry = await self._entry(resolved.key, request, resolved, deadline_ns)

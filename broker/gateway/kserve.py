@@ -36,10 +36,10 @@ class Caller:
 
     `principal` None: may not use shared memory, for the reason in `refusal` (remote, forwarded, foreign), which is for
     the log and never for the wire. With `ask` it is found out when first looked at: only what names a region pays.
-    `headers`: names in lower case, for the restricted-API settings.
+    `headers`: names in lower case, for the restricted-API settings. `connection`: the same for all requests of one.
     """
 
-    __slots__ = ("_ask", "_identity", "headers", "transport")
+    __slots__ = ("_ask", "_identity", "connection", "headers", "transport")
 
     def __init__(
         self,
@@ -49,9 +49,11 @@ class Caller:
         headers: Mapping[str, str] = MappingProxyType({}),
         *,
         ask: Callable[[], Identity] | None = None,
+        connection: Any = None,
     ) -> None:
         self.transport = transport
         self.headers = headers
+        self.connection = connection
         self._ask = ask
         self._identity: Identity = (principal, refusal)
 
@@ -64,6 +66,11 @@ class Caller:
     def refusal(self) -> str:
         """Why there is no principal."""
         return self._asked()[1]
+
+    @property
+    def identity(self) -> Identity:
+        """The principal, or why there is none: it names the remote host, or the other uid."""
+        return self._asked()
 
     def _asked(self) -> Identity:
         if self._ask is not None:

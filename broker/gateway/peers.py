@@ -81,7 +81,8 @@ class Peers:
 
     def http_caller(self, connection: Connection | None, headers: Mapping[str, str]) -> Caller:
         """Of one HTTP request. `connection` None: it is closed by now. `headers`: any case, aiohttp's mapping too."""
-        return Caller("http", headers=headers, ask=partial(self._ask, self._http, connection, headers))
+        ask = partial(self._ask, self._http, connection, headers)
+        return Caller("http", headers=headers, ask=ask, connection=connection)
 
     def grpc_callers(self, address: str, port: int) -> Callable[[str, Mapping[str, str]], Caller]:
         """What makes the caller of a call, or of one request of a stream, to a server on `address` alone.
@@ -93,7 +94,8 @@ class Peers:
         local = loopback_addresses(address)
 
         def caller(peer: str, metadata: Mapping[str, str]) -> Caller:
-            return Caller("grpc", headers=metadata, ask=partial(self._ask, self._grpc, local, port, peer, metadata))
+            ask = partial(self._ask, self._grpc, local, port, peer, metadata)
+            return Caller("grpc", headers=metadata, ask=ask, connection=peer)
 
         return caller
 

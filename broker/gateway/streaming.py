@@ -6,20 +6,15 @@ is here knows only when a request begins, when it has ended, and that an error i
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Final, NamedTuple, Protocol, Self, final
+from typing import NamedTuple, Protocol, Self, final
 
 from broker.gateway.answers import is_gone, told_in_stream
 from broker.gateway.kserve import InferRequest, InferResponse
+from broker.gateway.lasting import Holder, Lasting
 from broker.gateway.regions import Alias
 from clientlib.results import InferResult
-from shm.capacity import memory_limit
-from shm.errors import Code, InferError
-
-RUNNING: Final = 512  # requests, half of those that a worker takes of a gateway; more wait
-MEMORY_SHARE: Final = 4
-LOOK_S: Final = 0.25
+from shm.errors import InferError
 
 
 class Results(Protocol):
@@ -127,8 +122,9 @@ class AnyResponses(ResponseStream):
 
     decoupled = True
 
-    def __init__(self, request: InferRequest, begin: Begin, lasting: Lasting) -> None:
+    def __init__(self, request: InferRequest, begin: Begin, lasting: Lasting, holder: Holder) -> None:
         super().__init__(request)
+        self.holder = holder
         self._begin = begin
         self._lasting = lasting
         self._run: Run | None = None
@@ -193,49 +189,3 @@ class AnyResponses(ResponseStream):
     def _close(self) -> None:
         if self._run is not None:
             self._run.results.close()
-
-
-@final
-class Lasting:
-    """The requests of decoupled models that run in this gateway: how many may, and what they may keep unread.
-
-    Each of them keeps at most what the client library allows (64 MiB); `unread` bounds all together. On one event loop.
-    """
-
-    def __init__(self, running: int = RUNNING, unread: int = 0) -> None:
-        """`unread`: bytes, 0 for a quarter of the memory there is."""
-        self._free = asyncio.Semaphore(running)
-        self._limit = unread or memory_limit() // MEMORY_SHARE
-        self._running: set[AnyResponses] = set()
-        self._looking: asyncio.TimerHandle | None = None
-
-    async def enter(self, responses: AnyResponses) -> None:
-        """One more; waits for its turn. Whoever enters leaves."""
-        await self._free.acquire()
-        self._running.add(responses)
-        if self._looking is None:
-            self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look)
-
-    def leave(self, responses: AnyResponses) -> None:
-        """It has ended. Nothing for one that has not entered."""
-        if responses in self._running:
-            self._running.discard(responses)
-            self._free.release()
-
-    def _look(self) -> None:
-        self._looking = None
-        unread = {responses: responses.unread_bytes for responses in self._running}
-        total = sum(unread.values())
-        while total > self._limit:
-            last = max(unread, key=unread.__getitem__)
-            size = unread.pop(last)
-            total -= size
-            last.cut(
-                InferError(
-                    Code.UNAVAILABLE,
-                    f"responses that wait for their readers took more than {self._limit} bytes, {size} of them this "
-                    "request's: it was cancelled; read faster",
-                )
-            )
-        if self._running:
-            self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look)

@@ -1,13 +1,14 @@
-"""Who writes an output's range of a region: one at a time, in the order in which they came.
+"""One at a time, in the order in which they came: who writes an output's range of a region, and steps of a sequence.
 
-Used by `broker.gateway.inference` for requests that have the same range. On one event loop.
+Used by `broker.gateway.inference` for requests that have the same range, or the same sequence. On one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Hashable, Sequence
 from typing import final
 
 
@@ -48,6 +49,33 @@ class Turn:
                 waiting.set_result(None)
                 return
         self._taken = False
+
+
+@final
+class Queues:
+    """A turn for each of any number of keys. There is nothing of a key that nobody is in: it needs no bound."""
+
+    def __init__(self) -> None:
+        self._turns: dict[Hashable, Turn] = {}
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    @contextlib.asynccontextmanager
+    async def turn(self, key: Hashable) -> AsyncIterator[None]:
+        """Inside, nobody else of `key` is; other keys wait for nothing."""
+        turn = self._turns.get(key)
+        if turn is None:
+            turn = self._turns[key] = Turn()
+        try:
+            await turn.take()
+            try:
+                yield
+            finally:
+                turn.give_back()
+        finally:
+            if turn.free and self._turns.get(key) is turn:
+                del self._turns[key]
 
 
 async def take_all(turns: Sequence[Turn]) -> None:

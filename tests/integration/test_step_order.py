@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from broker.gateway.kserve import InferRequest
 from broker.gateway.service import GatewayService
+from shm.message_values import ModelMetadata
 from tests.fakes.gateway_core import REMOTE, arrays, request, served
 from tests.fakes.lender import Lending
 from tests.integration.test_sequence_ids import MODELS
@@ -41,5 +43,37 @@ def test_no_step_overtakes_another(lending: Lending, attempt: int) -> None:
                     await asyncio.sleep(0)  # some come while the first ones wait for this and that
         results = await asyncio.wait_for(asyncio.gather(*tasks), 60)
         assert results == [sum(range(1, at + 2)) for at in range(STEPS) for _ in range(SEQUENCES)]
+
+    served(lending, test)
+
+
+def test_sequences_of_another_model_wait_for_nothing(lending: Lending) -> None:
+    """However many steps wait for a model that takes long to say what it is."""
+
+    async def test(service: GatewayService) -> None:
+        metadata = service.inference.metadata
+
+        async def slow(model: str, version: str) -> ModelMetadata:
+            if model == "slow":
+                await asyncio.Event().wait()
+            return await metadata(model, version)
+
+        def asked(model: str, number: int) -> InferRequest:
+            made = request(model, {"INPUT": np.full((1, 1), 1, np.int32)})
+            made.sequence_id, made.sequence_start, made.sequence_end = number, True, True
+            return made
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(service.inference, "metadata", slow)
+            waiting = [asyncio.create_task(service.infer(asked("slow", 1000 + n), REMOTE)) for n in range(400)]
+            await asyncio.sleep(0)
+            answers = await asyncio.wait_for(
+                asyncio.gather(*(service.infer(asked("plain", number), REMOTE) for number in range(1, 5))), 30
+            )
+            assert len(answers) == 4
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+        assert len(service.inference._steps) == 0
 
     served(lending, test)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from broker.gateway.turns import Turn, give_back_all, take_all
+from broker.gateway.turns import Queues, Turn, give_back_all, take_all
 
 
 def test_first_come_first_served():
@@ -67,5 +67,27 @@ def test_all_or_none():
         await take_all(turns)
         give_back_all(turns)
         assert all(turn.free for turn in turns)
+
+    asyncio.run(test())
+
+
+def test_a_queue_for_each_key():
+    async def test():
+        queues, order = Queues(), []
+
+        async def one(key, number):
+            async with queues.turn(key):
+                order.append((key, number))
+                await asyncio.sleep(0)
+
+        async with queues.turn("a"):
+            tasks = [asyncio.create_task(one("a", number)) for number in range(3)]
+            await one("b", 0)
+            assert (order, len(queues)) == ([("b", 0)], 1)
+            tasks[1].cancel()
+            await asyncio.sleep(0)
+        tasks[0].cancel()  # it is its turn in this moment
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert (order, len(queues)) == ([("b", 0), ("a", 2)], 0)
 
     asyncio.run(test())

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from broker.gateway import streaming
+from broker.gateway import lasting as lasting_module
 from broker.gateway.kserve import InferRequest, InferResponse, InputTensor
-from broker.gateway.streaming import AnyResponses, Lasting, OneResponse, Run
+from broker.gateway.lasting import Holder, Lasting
+from broker.gateway.streaming import AnyResponses, OneResponse, Run
 from clientlib.results import InferResult
 from shm.errors import Code, InferError
 from tests.fakes.processes import in_loop
@@ -19,6 +20,7 @@ GONE = InferError(Code.NOT_FOUND, "the model is not loaded")
 WORD = InferError(Code.INTERNAL, "An Error Occurred")
 EXPIRED = InferError(Code.UNAVAILABLE, "Request timeout expired: it was queued for 3 ms")
 END, HANG = "end", "hang"
+ME = Holder("connection", "owner")
 
 
 class Results:
@@ -86,7 +88,7 @@ def told(*attempts: Sequence[Any] | InferError) -> tuple[list[tuple[str, bool]],
     source, ends = Source(*attempts), []
 
     async def run() -> list[tuple[str, bool]]:
-        responses = AnyResponses(request(), source, Lasting(2))
+        responses = AnyResponses(request(), source, Lasting(2), ME)
         responses.on_end = ends.append
         return await taken(responses)
 
@@ -132,7 +134,7 @@ def test_the_inputs_are_let_go_once_it_runs() -> None:
 
     @in_loop
     async def run() -> None:
-        responses = AnyResponses(asked, Source([1, 2]), Lasting(2))
+        responses = AnyResponses(asked, Source([1, 2]), Lasting(2), ME)
         assert asked.inputs
         await anext(responses)
         assert not asked.inputs
@@ -144,15 +146,17 @@ def test_closing_cancels_and_ends_once() -> None:
     @in_loop
     async def run() -> None:
         source, ends, lasting = Source([1, 2]), [], Lasting(1)
-        responses = AnyResponses(request(), source, lasting)
+        responses = AnyResponses(request(), source, lasting, ME)
         responses.on_end = ends.append
         await anext(responses)
         await responses.aclose()
         await responses.aclose()
         assert (source.given[0].closed, ends) == (True, [True])
         assert await taken(responses) == []
-        assert await taken(AnyResponses(request(), Source([3]), lasting)) == [("3", False)], "its turn was given back"
-        never = AnyResponses(request(), Source([3]), lasting)
+        assert await taken(AnyResponses(request(), Source([3]), lasting, ME)) == [("3", False)], (
+            "its turn was given back"
+        )
+        never = AnyResponses(request(), Source([3]), lasting, ME)
         never.on_end = ends.append
         await never.aclose()
         assert ends == [True, True]
@@ -164,9 +168,9 @@ def test_cancelled_while_it_waits_for_its_turn() -> None:
     @in_loop
     async def run() -> None:
         lasting = Lasting(1)
-        first = AnyResponses(request(), Source([1, HANG]), lasting)
+        first = AnyResponses(request(), Source([1, HANG]), lasting, ME)
         await anext(first)
-        waiting = AnyResponses(request(), Source([2]), lasting)
+        waiting = AnyResponses(request(), Source([2]), lasting, ME)
         task = asyncio.create_task(taken(waiting))
         await asyncio.sleep(0)
         task.cancel()
@@ -174,19 +178,19 @@ def test_cancelled_while_it_waits_for_its_turn() -> None:
             await task
         await waiting.aclose()
         await first.aclose()
-        assert await taken(AnyResponses(request(), Source([3]), lasting)) == [("3", False)]
+        assert await taken(AnyResponses(request(), Source([3]), lasting, ME)) == [("3", False)]
 
     run()
 
 
 def test_the_one_that_is_furthest_behind_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "LOOK_S", 0.005)
+    monkeypatch.setattr(lasting_module, "LOOK_S", 0.005)
 
     @in_loop
     async def run() -> None:
-        lasting = Lasting(8, unread=1000)
+        lasting = Lasting(16, unread=1000)
         sources = [Source([1, 2]) for _ in range(3)]
-        streams = [AnyResponses(request(), source, lasting) for source in sources]
+        streams = [AnyResponses(request(), source, lasting, ME) for source in sources]
         for stream in streams:
             await anext(stream)
         for source, size in zip(sources, (400, 500, 300), strict=True):
