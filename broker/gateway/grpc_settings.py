@@ -1,23 +1,17 @@
 """Parameters of gRPC's load, unload, log and trace requests: their types, checked with Triton's texts.
 
-Used by `broker.gateway.grpc_calls`. Values that HTTP has too (trace rates, log levels) are checked by the service.
+Used by `broker.gateway.grpc_calls`. What settings may be is in `broker.gateway.setting_rules`; those of traces are held
+by the broker.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
+from broker.gateway import setting_rules as rules
 from shm.errors import Code, InferError
 
-_LOG_TYPES: Final = {
-    "log_info": ("bool_param", "boolean"),
-    "log_warning": ("bool_param", "boolean"),
-    "log_error": ("bool_param", "boolean"),
-    "log_verbose_level": ("uint32_param", "int32"),
-    "log_format": ("string_param", "string"),
-}
-_LOG_FORMATS: Final = ("default", "ISO8601")
-_SINGLE: Final = ("trace_rate", "trace_count", "log_frequency")
+_CHOICES: Final = {bool: "bool_param", int: "uint32_param", str: "string_param"}
 
 
 def load_parameters(parameters: Any) -> dict[str, str | bytes]:
@@ -46,30 +40,29 @@ def unload_dependents(parameters: Any) -> bool:
 def log_update(settings: Any) -> dict[str, bool | int | str]:
     """What is to be changed. Unknown names are ignored, as in Triton; nothing is changed if anything is wrong."""
     if "log_file" in settings:
-        raise InferError(Code.UNSUPPORTED, "log file location can not be updated through network protocol")
+        raise rules.file_is_fixed("log")
     update: dict[str, bool | int | str] = {}
-    for name, (choice, text) in _LOG_TYPES.items():
+    for name, kind in rules.LOG_TYPES.items():
         if name in settings:
-            if settings[name].WhichOneof("parameter_choice") != choice:
-                raise _invalid(f"expect {text} for '{name}'")
-            update[name] = getattr(settings[name], choice)
-    if "log_format" in update and update["log_format"] not in _LOG_FORMATS:
-        raise _invalid(f"invalid argument for log_format, got: {update['log_format']}")
+            if settings[name].WhichOneof("parameter_choice") != _CHOICES[kind]:
+                raise rules.of_another_type(name)
+            update[name] = getattr(settings[name], _CHOICES[kind])
+    rules.check_log(update)
     return update
 
 
 def trace_update(settings: Any) -> dict[str, str | list[str] | None]:
     """What is to be changed; None, which gRPC sends as no values, clears to the global value."""
     if "trace_file" in settings:
-        raise InferError(Code.UNSUPPORTED, "trace file location can not be updated through network protocol")
+        raise rules.file_is_fixed("trace")
     update: dict[str, str | list[str] | None] = {}
     if "trace_level" in settings:
         update["trace_level"] = list(settings["trace_level"].value) or None
-    for name in _SINGLE:
+    for name in rules.NUMBERS:
         if name in settings:
             values = settings[name].value
             if len(values) > 1:
-                raise _invalid(f"expect only 1 value for '{name}'")
+                raise rules.only_one(name)
             update[name] = values[0] if values else None
     return update
 
