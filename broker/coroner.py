@@ -14,6 +14,7 @@ from broker.records import ChannelRecord
 from shm import recovery
 from shm.errors import Code
 
+CUT = "Server is stopping, and this request had not ended within the exit timeout (--exit-timeout-secs)"
 ALONE_AGAIN = 2  # attempts of a request that was running alone when its worker died for the second time
 
 _log = logging.getLogger(__name__)

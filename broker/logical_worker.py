@@ -17,7 +17,7 @@ from typing import Protocol, final
 
 from msgspec.structs import replace
 
-from broker.coroner import PlanBook, bury, end
+from broker.coroner import CUT, PlanBook, bury, end
 from broker.desired_state import ANSWER_S, STOPPING, DesiredState, Wanted, supersedes
 from broker.records import ChannelRecord, RegionEntry
 from broker.region_uses import RegionUses
@@ -276,7 +276,7 @@ class Worker:
                     await self._after_death(process.pid, ended)
                 except Exception:  # whoever was told of it may fail; the worker is replaced all the same
                     _log.exception("worker '%s': its death was not dealt with", self.key)
-        end(self._records.values(), STOPPING, time.monotonic_ns())
+        end(self._records.values(), CUT if self._kill_next else STOPPING, time.monotonic_ns())
         self.state = "stopped"
         state.up.set()
 
@@ -317,7 +317,8 @@ class Worker:
         """Before anything else that follows a death: the endings that are due, in this turn of the event loop."""
         self._state.up.clear()
         self._uses.died()
-        plans, now_ns = self._owner.plans, time.monotonic_ns()
+        now_ns = time.monotonic_ns()
+        plans = None if self._kill_next else self._owner.plans
         if plans is not None:
             for session, model in bury(self._records.values(), plans, now_ns):
                 if self._offenders.ending(session, model, now_ns):

@@ -53,6 +53,7 @@ log = logging.getLogger(__name__)
 ORPHANS_S = 30.0
 HEAD_START = 0.5  # of the time there is: gateways' before workers take no new requests. Most need next to none of it
 WRITE_S = 2.0  # for gateways to pass on the last answers
+LAST_WORDS_S = 1.0  # the same, when there is no time left
 GIVE_BACK_S = 2.0  # for sessions to give back what they hold, once no worker is left
 
 
@@ -221,8 +222,9 @@ class Server:
         await self._gateways.ended(limit * HEAD_START)
         self._control.exiting = True
         await self._workers.stop(max(0.0, limit - (time.monotonic() - began)))
-        await self._gateways.ended(min(limit - (time.monotonic() - began), WRITE_S))
-        in_time = time.monotonic() - began < limit
+        left = limit - (time.monotonic() - began)
+        await self._gateways.ended(min(max(left, LAST_WORDS_S), WRITE_S))
+        in_time = left > 0 and time.monotonic() - began < limit
         await self._gateways.end()
         count_down.cancel()
         if not in_time:
@@ -237,10 +239,9 @@ class Server:
     async def _count_down(self) -> None:
         """Say once a second what is waited for."""
         for left in range(self._options.exit_timeout_secs, -1, -1):
-            rows = self._models.statistics()
-            pending = [(row["name"], row["version"], row["pending"]) for row in rows if row["pending"]]
-            log.info("Timeout %d: Found %d model versions that have in-flight inferences", left, len(pending))
-            for name, version, count in pending:
+            counts = self._models.in_flight()
+            log.info("Timeout %d: Found %d model versions that have in-flight inferences", left, len(counts))
+            for (name, version), count in counts.items():
                 log.info("Model '%s' (version %s) has %d in-flight inferences", name, version, count)
             await asyncio.sleep(1.0)
 

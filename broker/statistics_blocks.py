@@ -116,6 +116,14 @@ class StatisticsBlocks:
         """Does one of its requests wait or run?"""
         return any(block[PENDING] or block[BATCH] or block[LASTING] for block in self._of((model, version)))
 
+    def in_flight(self, model: str, version: int, ensemble: bool) -> int:
+        """How many of its requests wait or run; of a batch that runs, how many rows."""
+        blocks = self._of((model, version))
+        waiting = sum(block[PENDING] for block in blocks)
+        if ensemble:  # waiting is all that it does
+            return waiting
+        return waiting + sum(max(block[BATCH], block[LASTING]) for block in blocks)
+
     def model_stats(self, model: str, version: int) -> dict[str, Any]:
         """One entry of Triton's `model_stats` (durations in ns), with our own keys beside it."""
         blocks = self._of((model, version))

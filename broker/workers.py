@@ -150,10 +150,10 @@ class Workers:
     async def stop(self, timeout: float) -> None:  # noqa: ASYNC109  one deadline for all workers, then they are killed
         """Drain every worker; kill what has not ended after `timeout` seconds; then the zygote. Leaves nothing."""
         self._stopping = True
+        await asyncio.gather(*(worker.stop(timeout) for worker in self))  # what hangs now need not be waited for
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait([self._watch])
-        await asyncio.gather(*(worker.stop(timeout) for worker in self))
         await self._zygote.stop()
 
     async def _look_for_hangs(self) -> None:

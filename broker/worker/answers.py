@@ -11,12 +11,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import numpy as np
 
 from broker.repository.config import ModelConfig
-from broker.worker.assembly import Assembly
 from broker.worker.binding import serialized
 from broker.worker.model import Instance
 from broker.worker.plans import Bytes, Plan
@@ -24,6 +23,7 @@ from broker.worker.response_statistics import CANCEL, EMPTY, FAIL, SUCCESS, Resp
 from broker.worker.running import check_sizes
 from broker.worker.sequence import Sequence as SequenceRecord
 from broker.worker.stream import Arrays
+from broker.worker.streams import CANCELLED, Streams
 from shm import datatypes, responses, statistics
 from shm.admission import Request, Verdict
 from shm.errors import Code, InferError
@@ -32,69 +32,11 @@ from shm.worker_channel import WorkerChannel
 
 PATIENCE_NS = 30_000_000_000  # how long a response waits for a client that does not read those before it
 SHORTEST_S, LONGEST_S = 50e-6, 1e-3  # between two looks at whether it has: clients do not ring for that
-CANCELLED: Verdict = (Code.CANCELLED, "the request was cancelled")
 UNREAD: Verdict = (
     Code.UNAVAILABLE,
     f"the client did not read its responses for {PATIENCE_NS // 10**9} s, so the request was cancelled",
 )
-DROPPED: Verdict = (Code.INTERNAL, "the model let go of the request without a final response")
 _now = time.monotonic_ns
-
-
-class Endable(Protocol):
-    """Where the responses of one request went that nobody can answer any more."""
-
-    def end_if_idle(self, verdict: Verdict) -> None:
-        """End it, unless it has ended or a response is on its way."""
-
-
-@final
-class Streams:
-    """The requests of one model that have begun and not ended."""
-
-    __slots__ = ("_dropped", "_live", "again", "assembly", "lock")
-
-    def __init__(self, config: ModelConfig) -> None:
-        sequence = config.sequence_batching
-        if sequence is not None and sequence.state:
-            raise InferError(
-                Code.UNSUPPORTED,
-                f"model '{config.name}' is decoupled and has implicit state (sequence_batching.state), which are not "
-                "supported together: which of its responses has the next state?",
-            )
-        self.assembly = Assembly(config) if sequence is not None else None  # for the controls
-        self.lock = threading.Lock()  # for an instant: statistics, which any thread may add to; what is to run again
-        self._live: dict[Request, Answers] = {}
-        self._dropped: deque[Endable] = deque()
-        self.again: dict[Request, Answers] = {}  # of requests that are to run once more; that runs even if they ended
-
-    def __len__(self) -> int:
-        return len(self._live)
-
-    def begin(self, answers: Answers, block: memoryview) -> None:
-        """A request has been given to the instance that `block` is of."""
-        self._live[answers.request] = answers
-        with self.lock:
-            block[statistics.LASTING] += 1
-
-    def end(self, request: Request, block: memoryview) -> None:
-        """It has ended."""
-        with self.lock:
-            block[statistics.LASTING] -= 1
-        self._live.pop(request, None)
-
-    def drop(self, answers: Endable) -> None:
-        """Nobody can answer it any more. Called while memory is collected: takes no lock and ends nothing itself."""
-        self._dropped.append(answers)
-
-    def look(self) -> None:
-        """End what nobody can answer any more, and what its client does not want any more. From time to time."""
-        while self._dropped:
-            self._dropped.popleft().end_if_idle(DROPPED)
-        # The values alone: while pairs were made, memory might be collected, and others begin and end in between.
-        for answers in list(self._live.values()):
-            if answers.request.ended:
-                answers.end_if_idle(CANCELLED)
 
 
 @final
@@ -148,6 +90,7 @@ class Answers:
 
     def is_unwanted(self) -> bool:
         """As `Stream.cancelled`."""
+        self._streams.goes_on(self.request)
         unwanted = self._over or bool(self.request.ended)
         if unwanted:
             self._clock.cancelled(_now())
@@ -159,6 +102,7 @@ class Answers:
 
     def send(self, outputs: Arrays | None, error: str | InferError, final: bool) -> None:
         """As `Stream.send`."""
+        self._streams.goes_on(self.request)
         if outputs is None and not error and not final:
             raise InferError(
                 Code.INVALID_ARG, "Inference Response object must be provided when the response flags is set to zero."
@@ -300,6 +244,7 @@ class Answers:
                 self._give_up(CANCELLED if self.request.ended or self._channel.broken else UNREAD)
                 return False
             time.sleep(pause_s)
+            self._streams.goes_on(self.request)
             pause_s = min(2 * pause_s, LONGEST_S)
         return True
 

@@ -1,7 +1,6 @@
 """Runs a batch of a decoupled model: every request of it becomes a `Stream` that the model answers when it likes.
 
-Called by `broker.worker.execute`, in an instance's thread. Without the hang watch: how long such a model is at it says
-nothing about its health.
+Called by `broker.worker.execute`, in an instance's thread.
 """
 
 from __future__ import annotations
@@ -13,12 +12,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from broker.worker.answers import Answers, Streams
+from broker.worker.answers import Answers
 from broker.worker.backends import Operand
 from broker.worker.model import Instance
 from broker.worker.plans import Bytes, PlacedTensor, Plan
 from broker.worker.running import check_sizes
 from broker.worker.stream import Stream, Taker
+from broker.worker.streams import Streams
 from shm import datatypes, statistics
 from shm.admission import Request
 from shm.errors import Code, InferError
@@ -52,6 +52,7 @@ def taker_of(instance: Instance, streams: Streams, request: Request, now: int) -
 def run_streams(instance: Instance, streams: Streams, requests: Sequence[Request], now: int) -> None:
     """Give a batch to the model. Every request gets its ending from its stream, here or later, in any thread."""
     given: list[Stream] = []
+    begun: list[Request] = []
     running: list[Answers] = []
     for request in requests:
         earlier = streams.again.pop(request, None)
@@ -70,12 +71,13 @@ def run_streams(instance: Instance, streams: Streams, requests: Sequence[Request
         except Exception as error:
             taker.fail(_described(error))
         else:
+            begun.append(request)
             if isinstance(taker, Answers):
                 taker.runs(True)
                 running.append(taker)
     if not given:
         return
-    _execute(instance, given)
+    streams.run(instance, begun, lambda: _execute(instance, given))
     for answers in running:
         answers.runs(False)
     with streams.lock:

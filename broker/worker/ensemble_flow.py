@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 import numpy.typing as npt
 
-from broker.worker.answers import PATIENCE_NS, Streams, check_outputs
+from broker.worker.answers import PATIENCE_NS, check_outputs
 from broker.worker.ensemble_memory import Value, fitted, private
 from broker.worker.ensemble_run import Run, Withdrawable
 from broker.worker.plans import Plan
 from broker.worker.running import check_sizes
 from broker.worker.stream import Arrays, Taker
+from broker.worker.streams import Streams
 from shm import datatypes
 from shm.admission import Request, Verdict
 from shm.errors import Code, InferError
@@ -215,10 +216,10 @@ class Branch(Run):
             raise InferError(
                 Code.UNAVAILABLE, f"{MAX_AHEAD} responses of model '{graph.model_name}' wait for the steps behind it"
             )
-        if self._make_room(_byte_size(written), graph.model_name):
+        if self._make_room(_byte_size(written), step):
             self._inbox.put(written)
 
-    def _make_room(self, byte_size: int, model: str) -> bool:
+    def _make_room(self, byte_size: int, step: Request) -> bool:
         """Wait until so many bytes more may wait, or nobody wants them."""
         until = _now() + PATIENCE_NS
         with self._changed:
@@ -226,12 +227,15 @@ class Branch(Run):
                 if self.unwanted():
                     return False
                 if _now() > until:
+                    model = self._ensemble.graph.steps[step.slot].model_name
                     raise InferError(
                         Code.UNAVAILABLE,
                         f"responses of model '{model}' of {self._ahead} bytes wait for the steps behind it, or for the "
                         f"client, which took none for {PATIENCE_NS // 10**9} s",
                     )
                 self._changed.wait(LOOK_S)
+                if (streams := self._members[step.slot].streams) is not None:
+                    streams.goes_on(step)
             self._ahead += byte_size
         return True
 
@@ -292,6 +296,7 @@ class _StepTaker:
 
     def send(self, outputs: Arrays | None, error: str | InferError, final: bool) -> None:
         """A response is a branch, an error ends the ensemble's request, as in Triton."""
+        self._streams.goes_on(self._step)
         with self._lock:
             if self._ended:
                 if self._branch.unwanted():
@@ -319,6 +324,7 @@ class _StepTaker:
 
     def is_unwanted(self) -> bool:
         """As `broker.worker.stream.Stream.cancelled`."""
+        self._streams.goes_on(self._step)
         return self._ended or self._branch.unwanted()
 
     def computed(self) -> None:
@@ -334,7 +340,7 @@ class _StepTaker:
             self._streams.drop(self)
 
     def end_if_idle(self, verdict: Verdict) -> None:
-        """See `broker.worker.answers.Endable`."""
+        """See `broker.worker.streams.Endable`."""
         self.fail(InferError(*verdict))
 
     def _end(self, error: InferError | None) -> None:

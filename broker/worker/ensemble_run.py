@@ -25,9 +25,9 @@ from shm.admission import EXPIRED, Request
 from shm.errors import Code, InferError
 
 if TYPE_CHECKING:
-    from broker.worker.answers import Streams
     from broker.worker.ensemble import Ensemble
     from broker.worker.stream import Taker
+    from broker.worker.streams import Streams
 
 Submit = Callable[[list[Request]], None]
 _now = time.monotonic_ns

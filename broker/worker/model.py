@@ -29,9 +29,9 @@ from shm.admission import Verdict
 from shm.errors import Code
 
 if TYPE_CHECKING:
-    from broker.worker.answers import Streams
     from broker.worker.cached import Cached
     from broker.worker.ensemble import Ensemble
+    from broker.worker.streams import Streams
 
 FLUSH = 64  # inline executions remembered at most
 RECHECK = 100  # batches after which it is looked at again whether batching has come to pay

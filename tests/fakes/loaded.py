@@ -13,13 +13,13 @@ import numpy as np
 
 from broker.repository.config import ModelConfig
 from broker.worker import backends
-from broker.worker.answers import Streams
 from broker.worker.execute import run_batch
 from broker.worker.messages import AddRegion, BindPlan, PlanTensor
 from broker.worker.model import LoadedModel, instance_count
 from broker.worker.overlap import Crowds
 from broker.worker.plans import Plan, adopt
 from broker.worker.regions import Region, RegionTable
+from broker.worker.streams import Streams
 from shm import datatypes, sockets, statistics
 from shm.admission import Request
 from shm.layout import NOTE_BYTES

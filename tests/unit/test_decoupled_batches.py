@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from broker.worker.answers import Streams
 from broker.worker.batch import Batch
 from broker.worker.execute import run_batch
 from broker.worker.model import LoadedModel
 from broker.worker.plans import adopt
 from broker.worker.scheduler import Scheduler
+from broker.worker.streams import Streams
 from broker.worker.turn import Turn
 from shm.admission import Request
 from shm.errors import Code, InferError

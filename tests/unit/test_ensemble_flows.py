@@ -13,9 +13,9 @@ from msgspec.structs import replace
 
 from broker.repository.scheduling import Step
 from broker.worker import ensemble_flow
-from broker.worker.answers import Streams
 from broker.worker.decoupled import run_streams, taker_of
 from broker.worker.stream import Stream
+from broker.worker.streams import Streams
 from shm import statistics
 from shm.admission import Request
 from shm.errors import Code, InferError

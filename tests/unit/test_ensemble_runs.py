@@ -11,14 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from broker.repository.scheduling import SequenceBatching, Step
+from broker.repository.scheduling import Step
 from broker.worker import ensemble
-from broker.worker.intake import take_in
-from broker.worker.sequences import OldestSequences
 from shm import statistics
 from shm.admission import Request
 from shm.errors import Code
-from shm.layout import SEQUENCE_START
 from tests.fakes.ensembles import WIDTH, Workbench, ensemble_config, model_config, reference
 
 ROWS = 2  # of an ensemble that does not batch, whose members may
@@ -388,27 +385,3 @@ def test_cached_answers_are_for_what_the_members_have_read(bench):
     assert (bench.client.found[other]["OUT"] == 1).all()
     block = plan.model.instances[0].block
     assert (block[statistics.CACHE_HITS], block[statistics.CACHE_MISSES]) == (1, 2)
-
-
-def test_a_step_that_is_taken_back_ends_its_sequence(bench):
-    plan = chain(bench)
-    queue = OldestSequences("s", SequenceBatching(oldest=True, max_candidate_sequences=2), 1, 2)
-    plan.model.ensemble._take_back = lambda steps: [queue.remove(each) for each in steps]
-
-    def step_of(number: int, flags: int) -> tuple[Request, Request]:
-        entry = (number, plan.key, 0, 0, number, number, 1, 7, flags, 0, 0, 0, 0)
-        request = Request(bench.client, 0, entry, plan, number)
-        take_in([request])
-        return request, bench.queue.pop()
-
-    _, first = step_of(1, SEQUENCE_START)
-    assert queue.add(first, 1) is None
-    assert queue.take(1) == [first]
-    queue.done(0, [first])
-    cancelled, waits = step_of(2, 0)
-    assert queue.add(waits, 2) is None
-    bench.cancel(cancelled)
-    _, follower = step_of(3, 0)
-    verdict = queue.add(follower, 3)
-    assert verdict is not None
-    assert "must specify the START flag" in verdict[1]
