@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import final
 
+from broker.worker.waiting_cores import WaitingCores
 from shm import statistics
 from shm.fence import FENCE_IS_FULL, Fence
 from shm.layout import TAIL
@@ -48,6 +49,7 @@ class HotSet:
         self._fence = Fence()
         self._idle_since = 0  # when there was nothing to do any more; 0: there is
         self._interval = 2 * LONG_SPIN_NS  # typical, from there to the next request
+        self._cores = WaitingCores()
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # ours alone: may be read
         self._epoll.register(self._wake, select.EPOLLIN)
@@ -84,7 +86,7 @@ class HotSet:
         """Look at the hot channels for a while, until one has something; the cold ones ring.
 
         Waking a core that was halted costs 50 µs and more, and what the caches held. So it is worth looking for as long
-        as the next request has typically taken to come, up to a bound, and while nobody else wants this core.
+        as the next request has typically taken to come, up to a bound, and while nobody else wants a core.
         """
         if not self.hot or not FENCE_IS_FULL:
             return False
@@ -104,6 +106,8 @@ class HotSet:
             sweep += 1
             if sweep == SETTLED:  # not at once: on a shared core the client waits for us to yield
                 bookkeeping()
+            if not sweep & 7 and now - began > SPIN_NS and self._cores.wanted():
+                return False
             if not sweep & 15 and self.poll(0.0):
                 return True
         return False

@@ -170,3 +170,15 @@ def test_a_spin_ends_when_somebody_else_wants_the_core(watched, monkeypatch):
     looked = []
     assert not watched.set.spin(lambda: looked.append(1))
     assert next(clock) < LONG_SPIN_NS
+
+
+def test_a_long_spin_ends_when_somebody_waits_for_any_core(watched, monkeypatch):
+    submit(watched.client)
+    watched.set.poll(0.0)
+    take(watched.worker)
+    come(watched, monkeypatch, 900_000)
+    clock = iter(range(0, 1 << 40, SPIN_NS // 20))
+    monkeypatch.setattr(hot_set, "_now", lambda: next(clock))
+    monkeypatch.setattr(watched.set._cores, "wanted", lambda: True)
+    assert not watched.set.spin(lambda: None)
+    assert SPIN_NS < next(clock) < 2 * SPIN_NS, "only what is more than a short look"
