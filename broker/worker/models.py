@@ -11,7 +11,6 @@ from typing import final
 
 from broker.repository.scheduling import Step
 from broker.worker import backends, resizing
-from broker.worker.answers import Streams
 from broker.worker.cache import ResponseCache
 from broker.worker.cached import Cached
 from broker.worker.ensemble import Ensemble
@@ -19,11 +18,13 @@ from broker.worker.loop import Loop
 from broker.worker.messages import LoadInstances
 from broker.worker.model import MISSING, LoadedModel
 from broker.worker.plans import Plan, adopt
+from broker.worker.streams import Streams
 from shm import statistics
 from shm.admission import Verdict
 from shm.errors import Code, InferError
 
 MAX_SIGNATURES = 4096
+Load = tuple[str, int, int]  # model, version, generation
 Plans = Callable[[], list[Plan]]  # all that are bound, asked for after a change: none may slip in between
 CHANGED: Verdict = (Code.UNAVAILABLE, "the model was reloaded with other inputs or outputs: prepare the plan again")
 UNTIL_A_LOAD = (None, MISSING, CHANGED)  # what a load may change
@@ -42,6 +43,32 @@ class ModelTable:
         self.lock = threading.Lock()
         self._versions: dict[str, dict[int, LoadedModel]] = {}
         self._signatures: dict[object, object] = {}
+        self._loading: set[Load] = set()
+        self._unwanted: set[Load] = set()  # of those, the ones that are not to serve any more
+
+    # --- loads that are under way ----------------------------------------------------------------------------------
+
+    def begin(self, load: Load) -> None:
+        """It is about to be loaded."""
+        with self.lock:
+            self._loading.add(load)
+
+    def end(self, load: Load) -> None:
+        """It serves, or never will."""
+        with self.lock:
+            self._loading.discard(load)
+            self._unwanted.discard(load)
+
+    def has_ended(self, load: Load) -> bool:
+        """Is it under way no more?"""
+        return load not in self._loading
+
+    def give_up(self, load: Load) -> bool:
+        """Let it not serve when it is ready. False: it is not under way, or serves already."""
+        with self.lock:
+            if load in self._loading:
+                self._unwanted.add(load)
+            return load in self._unwanted
 
     @property
     def instances(self) -> int:
@@ -86,11 +113,23 @@ class ModelTable:
         return model
 
     def publish(self, model: LoadedModel, plans: Plans) -> None:
-        """Serve with `model` from now on; what is queued for the one it replaces still runs there."""
+        """Serve with `model` from now on; what is queued for the one it replaces still runs there.
+
+        Raises InferError UNAVAILABLE when its load was given up.
+        """
+        load = model.name, model.version, model.generation
         with self.lock:
             old = self._versions[model.name].get(model.version)
-            self._versions[model.name][model.version] = model
-            self._list_serving()
+            unwanted = load in self._unwanted
+            if not unwanted:
+                self._loading.discard(load)
+                self._versions[model.name][model.version] = model
+                self._list_serving()
+        if unwanted:
+            if old is not model:
+                self._loop.scheduler.forget(model)
+                model.close()
+            raise InferError(Code.UNAVAILABLE, f"model '{model.name}' was unloaded while it was loading")
         for plan in plans():
             if plan.model_name == model.name:
                 self._settle(plan)
@@ -98,17 +137,23 @@ class ModelTable:
         if old is not None and old is not model:
             self._loop.retire(old, replaced=True)
 
-    def unload(self, name: str, version: int, plans: Plans) -> None:
-        """Plans move to the version that is the latest now, or are closed; what is queued still runs."""
+    def unload(self, name: str, version: int, plans: Plans, generation: int = 0) -> bool:
+        """Plans move to the version that is the latest now, or are closed; what is queued still runs.
+
+        `generation`: only if that is the one that serves. Returns whether something did.
+        """
         with self.lock:
-            old = self._versions.get(name, {}).pop(version, None)
+            versions = self._versions.get(name, {})
+            if version not in versions or generation not in (0, versions[version].generation):
+                return False
+            old = versions.pop(version)
             self._list_serving()
         for plan in plans():
             if plan.model_name == name:
                 self._settle(plan)
         self._forget(plans)
-        if old is not None:
-            self._loop.retire(old)
+        self._loop.retire(old)
+        return True
 
     def _list_serving(self) -> None:
         models = [model for versions in self._versions.values() for model in versions.values()]
