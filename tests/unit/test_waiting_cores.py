@@ -8,7 +8,7 @@ from broker.worker import waiting_cores
 from broker.worker.waiting_cores import WaitingCores
 
 
-@pytest.mark.parametrize("running, wanted", [(1, False), (2, False), (3, True), (17, True)])
+@pytest.mark.parametrize(("running", "wanted"), [(1, False), (2, False), (3, True), (17, True)])
 def test_more_runnable_threads_than_cores_is_somebody_waiting(tmp_path, running, wanted):
     path = tmp_path / "loadavg"
     path.write_text(f"0.91 1.05 1.24 {running}/157 32498\n")
