@@ -41,7 +41,7 @@ HEAVY = {
     "zmq": ("broker.gateway", "clientlib.remote"),
     "aiohttp": ("broker.gateway", "clientlib.remote"),
     "prometheus_client": ("broker.gateway",),
-    "cuda": (),
+    "cuda": ("shm.cuda.driver",),
     "tensorrt": (),
     "torch": (),
     "multiprocessing": (),
@@ -109,6 +109,24 @@ def test_nothing_dangerous_is_used(path: pathlib.Path) -> None:
             assert keyword.arg != "allow_pickle", f"allow_pickle at line {node.lineno}"
             dangerous = keyword.arg == "shell" and isinstance(keyword.value, ast.Constant) and keyword.value.value
             assert not dangerous, f"a shell at line {node.lineno}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_cuda_is_imported_when_it_is_used(path: pathlib.Path) -> None:
+    """Never with a module: a driver that is missing or broken is no reason not to start."""
+    tree = ast.parse(path.read_text())
+    lazy = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = {target.split(".")[0] for target in imports(node)}
+            assert "cuda" not in names or id(node) in lazy
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            assert not node.value.startswith("cuda.") or "\n" in node.value, "nor behind the back of the rules above"
 
 
 def test_every_module_says_what_it_is() -> None:

@@ -1,0 +1,77 @@
+"""How GPU memory is named in messages: an allocation of some device, and a window of it. Plain data.
+
+Made by `clientlib`, carried by the broker, opened by a worker of that device.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Final, Literal, final
+
+import msgspec
+
+from shm.errors import Code, InferError
+from shm.message_values import Size
+
+HANDLE_SIZE: Final = 64  # bytes of CUipcMemHandle and cudaIpcMemHandle_t (CU_IPC_HANDLE_SIZE)
+LEGACY: Final = "legacy"  # an allocation of cuMemAlloc or cudaMalloc, by its handle
+VMM: Final = "vmm"  # memory of cuMemCreate, by a file descriptor
+_UUID: Final = re.compile("(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+Uuid = Annotated[str, msgspec.Meta(pattern=f"^{_UUID.pattern}$")]
+
+
+@final
+class CudaMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The window [offset, offset + byte_size) of an allocation of `allocation_size` bytes on GPU `device` (its UUID).
+
+    A number of a device means nothing to another process: CUDA_VISIBLE_DEVICES renumbers them. Neither does an address.
+    `handle`: of LEGACY memory its 64 bytes; they let whoever has them read and write the whole allocation, so they are
+    not logged. VMM memory has none: its descriptor travels beside the message.
+    """
+
+    kind: Literal["legacy", "vmm"]
+    device: Uuid
+    allocation_size: Size
+    offset: Size
+    byte_size: Size
+    handle: bytes = b""
+
+    def check(self, name: str) -> None:
+        """Do the numbers fit together? `name` is the region's. Raises InferError INVALID_ARG."""
+        expected = HANDLE_SIZE if self.kind == LEGACY else 0
+        if len(self.handle) != expected:
+            raise InferError(
+                Code.INVALID_ARG,
+                f"cannot register '{name}': a handle of {self.kind} CUDA memory has {expected} bytes, "
+                f"{len(self.handle)} came",
+            )
+        if self.byte_size == 0 or self.offset + self.byte_size > self.allocation_size:
+            raise InferError(
+                Code.INVALID_ARG,
+                f"cannot register '{name}': {self.byte_size} bytes at offset {self.offset} of an allocation of "
+                f"{self.allocation_size} bytes; a region has at least 1 byte and lies in its allocation",
+            )
+
+    def __repr__(self) -> str:
+        """Without the handle, which is a key."""
+        place = f"[{self.offset}, {self.offset + self.byte_size}) of {self.allocation_size} bytes"
+        return f"<{self.kind} CUDA memory, {place} on {self.device}>"
+
+
+def uuid_text(uuid: bytes) -> str:
+    """16 bytes as NVIDIA's tools write them."""
+    digits = uuid.hex()
+    parts = (digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:])
+    return "GPU-" + "-".join(parts)
+
+
+def uuid_of(text: object) -> str:
+    """A UUID that a user gave, as `uuid_text` writes it. Raises InferError INVALID_ARG."""
+    found = text.strip() if isinstance(text, str) else ""
+    canonical = found[:4].upper() + found[4:].lower()
+    if not _UUID.fullmatch(canonical):
+        raise InferError(
+            Code.INVALID_ARG, f"a device is named by its UUID, as `nvidia-smi -L` prints it (GPU-…), got {text!r:.100}"
+        )
+    return canonical

@@ -1,0 +1,123 @@
+/* The parts of the simulated CUDA driver (libcuda.so.1) that its files share. For tests on machines without a GPU.
+ *
+ * A device's memory is a memfd. Its device address is a range of one PROT_NONE reservation, so a host that dereferences
+ * it faults, as with hardware; the simulator itself goes through a second, private mapping. Nothing runs on a device:
+ * streams are threads that copy, fill, record, wait and call host functions.
+ *
+ * Environment, read by cuInit: CUSIM_DEVICES (1), CUSIM_MEM_MB per device and process (256), CUSIM_DELAY_US per stream
+ * operation (0), CUSIM_PEER (1: devices reach one another), CUSIM_DRIVER_VERSION (13000), CUDA_VISIBLE_DEVICES;
+ * CUSIM_FAIL=function:code[:calls before it], as in cuMemAlloc:2:3; CUSIM_COUNTS=directory: counters in directory/PID.
+ */
+#ifndef CUSIM_H
+#define CUSIM_H
+#define _GNU_SOURCE
+#pragma GCC visibility push(default) /* what cuda.h declares is exported, nothing else */
+#include <cuda.h>
+#pragma GCC visibility pop
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#define MAX_DEVICES 8
+#define GRANULE ((size_t)2 << 20) /* of VMM allocations, and of this simulator's address space */
+#define ROUND_UP(size) (((size) + GRANULE - 1) / GRANULE * GRANULE)
+
+/* --- device.c: initialisation, devices, contexts --- */
+struct settings {
+    int devices, driver_version;
+    size_t memory;
+    long delay_us;
+    bool peer;
+};
+struct CUctx_st {
+    int device, retained;
+};
+extern struct settings settings;
+extern int physical_of[MAX_DEVICES]; /* visible ordinal -> number of the simulated device, as CUDA_VISIBLE_DEVICES says */
+extern _Atomic int sticky; /* CUresult of an asynchronous fault: the context is lost, as on hardware */
+extern pthread_mutex_t lock; /* of everything but streams */
+
+enum needs { NOTHING, INITIALISED, CONTEXT };
+CUresult enter(const char *function, _Atomic uint64_t **counter, enum needs needs);
+bool is_device(CUdevice device);
+int current_device(void);
+int ordinal_of(int physical); /* -1: not visible in this process */
+/* First statement of every function of the API: counts the call and answers for what must be there before it. */
+#define ENTER(needs)                                                   \
+    do {                                                               \
+        static _Atomic uint64_t *counter_;                             \
+        CUresult result_ = enter(__func__, &counter_, (needs));        \
+        if (result_ != CUDA_SUCCESS) return result_;                   \
+    } while (0)
+
+/* --- memory.c --- */
+enum origin { ALLOCATED, IMPORTED, VMM, POOL };
+struct handle { /* the 64 bytes of an IPC handle: /proc/PID/fd/FD must still be that file */
+    uint32_t magic;
+    int32_t pid, fd, physical;
+    uint64_t inode, size, base;
+};
+struct allocation {
+    CUdeviceptr base;
+    size_t size, mapped; /* asked for; taken, in whole granules */
+    char *bytes;         /* the private mapping */
+    int device, fd, opens;
+    enum origin origin;
+    uint64_t id;
+    struct handle from; /* of IMPORTED */
+    struct physical *physical; /* of VMM */
+    struct allocation *next;
+};
+/* All of these with `lock` held. */
+struct allocation *find_allocation(CUdeviceptr pointer);
+struct allocation *first_allocation(void);
+struct allocation *add_allocation(enum origin origin, int device, int fd, CUdeviceptr base, size_t size, char *bytes);
+void drop_allocation(struct allocation *allocation);
+CUdeviceptr take_addresses(size_t size); /* 0: none left; the lowest free range, so that addresses are used again */
+void give_addresses(CUdeviceptr base, size_t size);
+char *map_file(int fd, size_t size, off_t offset);
+bool charge(int device, size_t size); /* false: more than CUSIM_MEM_MB */
+void discharge(int device, size_t size);
+/* Takes `lock`. The host's view of [pointer, pointer + size); NULL: not memory of a device, nor of the host. */
+char *reach(CUdeviceptr pointer, size_t size);
+void free_from_pool(CUdeviceptr pointer);
+
+/* --- ipc.c --- */
+#define MEMORY_MAGIC 0x6d495043u
+#define EVENT_MAGIC 0x65495043u
+void write_handle(void *out, uint32_t magic, int fd, int device, uint64_t size, CUdeviceptr base);
+int open_handle(const struct handle *handle, uint32_t magic); /* a descriptor, or -1 */
+
+/* --- stream.c --- */
+struct event_state { /* in memory that processes share when the event is INTERPROCESS */
+    _Atomic uint64_t issued, done;
+};
+struct CUevent_st {
+    struct event_state *state;
+    int fd;
+};
+struct operation {
+    enum { COPY, FILL, RECORD, WAIT, CALL, FREE } what;
+    CUdeviceptr to, from;
+    size_t count;
+    unsigned value, width; /* of FILL */
+    struct event_state *event;
+    uint64_t mark; /* of RECORD and WAIT */
+    CUhostFn function;
+    void *argument;
+    struct operation *next;
+};
+void make_default_streams(void);
+void push(CUstream stream, struct operation operation);
+void drain_device(int device);
+CUresult run_at_once(struct operation operation); /* on the default stream, waiting for it */
+#endif
