@@ -29,6 +29,7 @@ static void perform(struct operation *operation) {
     }
     case FILL:
         if (!to) sticky = CUDA_ERROR_ILLEGAL_ADDRESS;
+        else if (operation->width == 1) memset(to, (int)operation->value, size);
         else for (size_t i = 0; i < size; i += operation->width) memcpy(to + i, &operation->value, operation->width);
         break;
     case RECORD: {
