@@ -1,8 +1,8 @@
 """The driver does what its recorded table says: on the simulator, and with --cuda=real on a GPU.
 
 `cuda_simulated.json` is what tests/cusim does. It is UNVERIFIED ON HARDWARE until a GPU's table lies beside it as
-`cuda_hardware.json` (python -m tests.conformance.cuda_table > table.json, wrapped as the other file is); from then on the
-two must agree but for what `DIFFERS` names with its reason.
+`cuda_hardware.json` (python -m tests.conformance.cuda_table > table.json, wrapped as the other file is); from then on
+the two must agree but for what `DIFFERS` names with its reason.
 """
 
 from __future__ import annotations
