@@ -28,8 +28,8 @@ GUARDED = {
     "broker.gateway": ("broker.gateway",),
     "clientlib.remote": ("clientlib.remote", "clientlib.opening"),
 }
-# … except for these, which are plain messages.
-UNGUARDED = ("broker.worker.messages", "broker.gateway.options")
+# … except for these, which are plain messages, and rules for what is in them.
+UNGUARDED = ("broker.worker.messages", "broker.gateway.options", "broker.gateway.setting_rules")
 
 # Third-party packages → the only places that may import them. A native client imports numpy and msgspec, nothing more.
 HEAVY = {
