@@ -62,15 +62,14 @@ class Chain:
 
     def __init__(self, client: clientlib.Client, member: InProcess, case: Case) -> None:
         elements = case.byte_size // 4
-        region = client.create_region(f"bench {case.steps} {case.byte_size}", (case.steps + 1) * case.byte_size)
-        places = [at * case.byte_size for at in range(case.steps + 1)]
+        region = client.create_region(f"bench {case.steps} {case.byte_size}", (case.steps + 3) * case.byte_size)
+        *places, asked, answered = [at * case.byte_size for at in range(case.steps + 3)]
         arrays = [region.array((1, elements), np.float32, offset=place) for place in places]
         refs = [region.tensor((1, elements), "FP32", offset=place) for place in places]
+        own = [region.tensor((1, elements), "FP32", offset=place) for place in (asked, answered)]
         for array in arrays:
             array[:] = 1
-        self.ensemble: Callable[[], object] = client.prepare(
-            f"chain_{case.steps}", {"x": refs[0]}, {"y": refs[-1]}
-        ).infer
+        self.ensemble: Callable[[], object] = client.prepare(f"chain_{case.steps}", {"x": own[0]}, {"y": own[1]}).infer
         pairs = range(case.steps)
         plans = [client.prepare("identity", {"x": refs[at]}, {"y": refs[at + 1]}) for at in pairs]
         self.one_by_one = _all([plan.infer for plan in plans])

@@ -9,13 +9,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Protocol, final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from broker.repository.scheduling import Step
 from broker.worker.decoupled import taker_of
 from broker.worker.ensemble_flow import Flow
 from broker.worker.ensemble_graph import Gates, Graph
+from broker.worker.ensemble_inline import chain_of
 from broker.worker.ensemble_memory import Prepared
 from broker.worker.ensemble_run import Run, Submit
 from broker.worker.execute import run_batch
@@ -43,7 +44,6 @@ class Members(Protocol):
         """Bind a step's plan."""
 
 
-@final
 class Ensemble:
     """One loaded version. `submit` queues steps, `take_back` ends those that still wait."""
 
@@ -72,12 +72,12 @@ class Ensemble:
                 self.started()
                 Flow(self, request, taker).begin()
             return
-        Run(self, request, self.queue, lambda: request.channel.complete((request,))).begin()
+        self.run(request, self.queue, lambda: request.channel.complete((request,))).begin()
 
     def run_alone(self, request: Request) -> None:
         """Run all steps here and now, on members that nobody else uses; publishing the ending is the caller's."""
         waiting: list[Request] = []
-        Run(self, request, waiting.extend, lambda: None).begin()
+        self.run(request, waiting.extend, lambda: None).begin()
         while waiting:
             step = waiting.pop(0)
             plan = step.plan
@@ -85,6 +85,13 @@ class Ensemble:
             assert plan.model is not None
             run_batch(plan.model.instances[0], [step], [step])
             step.channel.complete((step,))
+
+    def run(self, request: Request, submit: Submit, publish: Callable[[], None]) -> Run:
+        """What becomes of a request; it has not begun."""
+        return Run(self, request, submit, publish)
+
+    def close(self) -> None:
+        """Its model is closed; runs may still be under way."""
 
     # --- of runs ------------------------------------------------------------------------------------------------
 
@@ -145,6 +152,10 @@ class Ensemble:
 
     def keep(self, plan: Plan, request: Request, prepared: Prepared) -> None:
         """For the next run on that position, in place of the oldest when there is too much."""
+        if prepared.chain is None:
+            inline = self._gates is None and self.model.cached is None and self.model.streams is None
+            prepared.chain = chain_of(self.graph, prepared, plan, request.output_position) if inline else ()
+            prepared.note = request.note
         prepared.kept = prepared.byte_size
         room = PREPARED_BYTES - prepared.kept
         with self._lock:
@@ -154,6 +165,11 @@ class Ensemble:
             while bindings and (len(bindings) >= MAX_PREPARED or sum(each.kept for each in bindings.values()) > room):
                 del bindings[next(iter(bindings))]
             bindings[self._key(request)] = prepared
+
+    def at_once(self, plan: Plan, request: Request) -> Prepared | None:
+        """What an earlier run on the same position left, for a run during which nobody else can want it."""
+        found = plan.bindings.get(self._key(request))
+        return found if isinstance(found, Prepared) and found.epoch == self._epoch else None
 
     def forget(self, plans: Iterable[Plan]) -> None:
         """A model has come or gone: what was prepared holds on to it. `plans`: of clients, whoever they are for."""
@@ -182,6 +198,16 @@ class Ensemble:
         """The last of a decoupled ensemble's steps is over; its streams count the rest."""
         with self._lock:
             self._block[statistics.PENDING] -= 1
+
+    def count_inline(self, rows: int, infer_ns: int) -> None:
+        """A request has run at once. Members count for themselves."""
+        with self._lock:
+            self.model.instances[0].count_inline(rows, infer_ns)
+
+    def flush(self) -> None:
+        """Write what `count_inline` remembered."""
+        with self._lock:
+            self.model.instances[0].flush()
 
     def count_copy(self, reason: str, byte_size: int) -> None:
         """A run has copied."""

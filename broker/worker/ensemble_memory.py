@@ -6,7 +6,7 @@ Used by `broker.worker.ensemble_run` and `ensemble_steps`. `Prepared` is what on
 
 from __future__ import annotations
 
-from typing import NamedTuple, final
+from typing import NamedTuple
 
 from broker.worker.ensemble_graph import Needed
 from broker.worker.plans import PlacedTensor, Plan
@@ -28,23 +28,30 @@ class Value(NamedTuple):
     byte_size: int
 
 
-@final
 class Prepared:
     """Plans and memory of a run on one position of a client's plan, for one such run after the other.
 
     `sources`: what the plan of a step was made from. `places`: where tensors are written. `epoch`: of the ensemble when
-    it was made; members may have been replaced since. `kept`: bytes, when it was put aside.
+    it was made; members may have been replaced since. `kept`: bytes, when it was put aside. `chain`: the plans of its
+    steps in their order, if they can run at once (`ensemble_inline`); None: not known yet. `note`: of such a run's
+    answer.
     """
 
-    __slots__ = ("epoch", "kept", "needed", "places", "plans", "sources")
+    __slots__ = ("chain", "epoch", "kept", "needed", "note", "places", "plans", "sources")
 
     def __init__(self, needed: Needed, epoch: int) -> None:
         self.needed = needed
         self.epoch = epoch
         self.kept = 0
+        self.chain: tuple[Plan, ...] | None = None
+        self.note = b""
         self.plans: dict[int, Plan] = {}
         self.sources: dict[int, tuple[Value, ...]] = {}
         self.places: dict[str, Value] = {}
+
+    def own_place(self, name: str, datatype: str, shape: Shape) -> Value | None:
+        """Where the ensemble's tensor `name` is to be written, if not on the client's memory or on this worker's."""
+        return None
 
     @property
     def byte_size(self) -> int:

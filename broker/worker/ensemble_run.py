@@ -214,6 +214,7 @@ class Run(Withdrawable):
             plan = prepared.plans[at] = plan_of(asked, step, member, values)
             self._ensemble.adopt(plan, member)
             prepared.sources[at] = given
+            prepared.chain = None
         entry = (*client.entry[:4], 0, 0, plan.rows, *client.entry[7:])
         request = Request(self, at, entry, plan, _now())
         request.deadline = client.deadline  # a `timeout` of Triton's is its member's queue to judge

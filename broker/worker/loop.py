@@ -6,7 +6,6 @@ the hot channels (see `hot_set`), feeds the queues, and runs what is due.
 
 from __future__ import annotations
 
-import enum
 import os
 import threading
 import time
@@ -14,15 +13,17 @@ from collections.abc import Callable, Iterable
 from typing import final
 
 from broker.worker.batch import SHORT_NS, Batch, by_channel
+from broker.worker.endings import count_endings
+from broker.worker.ensemble_inline import lone_run
 from broker.worker.execute import run_batch
 from broker.worker.hot_set import HotSet
 from broker.worker.intake import take_in, withdraw
 from broker.worker.model import LoadedModel
 from broker.worker.plans import Plan
 from broker.worker.scheduler import Refused, Scheduler
-from broker.worker.turn import Turn
+from broker.worker.turn import Inline, Turn
 from shm import statistics
-from shm.admission import EXPIRED, Request
+from shm.admission import Request
 from shm.errors import Code
 from shm.layout import TAIL
 from shm.recovery import Recovered
@@ -34,14 +35,6 @@ DRAIN_NS = 1_000_000
 TAKE_LIMIT = 64
 PARK_S = 0.025  # longest time that nobody looks at the channels
 _now = time.monotonic_ns
-
-
-class Inline(enum.Enum):
-    """What became of an attempt to run the only request inline."""
-
-    DONE = enum.auto()
-    NOT_POSSIBLE = enum.auto()
-    DEPOSED = enum.auto()
 
 
 @final
@@ -263,7 +256,9 @@ class Loop:
         assert isinstance(plan, Plan)
         model = plan.model
         if model is None or not model.free or not (model.alone or (count == 1 and model.immediate)):
-            return Inline.NOT_POSSIBLE
+            if model is None or model.ensemble is None or count > 1:
+                return Inline.NOT_POSSIBLE
+            return self._run_steps(channel, request, model, term)
         instance = model.free[-1]
         rows = request.rows
         execution = plan.bindings.get((instance.number, request.input_position, request.output_position, rows))
@@ -299,6 +294,23 @@ class Loop:
         self._ran_short = True
         return Inline.DONE if self.turn.leave(term) else Inline.DEPOSED
 
+    def _run_steps(self, channel: WorkerChannel, request: Request, model: LoadedModel, term: int) -> Inline:
+        """The same for an ensemble, all of whose steps are such requests."""
+        lone = lone_run(request, model)
+        if lone is None:
+            return Inline.NOT_POSSIBLE
+        self.turn.enter()
+        ran = lone.claim() and not self.scheduler.alone
+        if ran:
+            channel.begin(request)
+            self.turn.commit(_now())
+            self._taken += 1
+            lone.run(channel)
+            self._ran_inline |= lone.models
+            self._ran_short = True
+        lone.give_back()
+        return (Inline.DONE if ran else Inline.NOT_POSSIBLE) if self.turn.leave(term) else Inline.DEPOSED
+
     def _ring_held(self) -> None:
         for channel in self._set.hot:
             if channel.held:
@@ -315,7 +327,7 @@ class Loop:
             self._refuse(self.scheduler.add(taken))
         refused = [request for request, admitted in notable if not admitted]
         if refused:
-            self._count_endings(refused)
+            count_endings(refused)
             channel.complete(refused)
             if steps := [request for request in refused if request.sequence_id and request.ended == Code.CANCELLED]:
                 self.scheduler.miss(steps)
@@ -328,23 +340,12 @@ class Loop:
         """Give requests that have not run, and will not, their ending."""
         for request in requests:
             request.fail(code, text)
-            self._count_endings([request])
+            count_endings([request])
             request.channel.complete((request,))
 
     def _refuse(self, refused: Iterable[Refused]) -> None:
         for request, verdict in refused:
             self.end([request], *verdict)
-
-    def _count_endings(self, requests: list[Request]) -> None:
-        for request in requests:
-            if isinstance(request.plan, Plan) and request.plan.model is not None:
-                word = statistics.CANCELLED if request.code == Code.CANCELLED else statistics.FAIL
-                if request.note == EXPIRED[1].encode():
-                    word = statistics.EXPIRED
-                block = request.plan.model.instances[0].block
-                block[word] += 1
-                if word == statistics.FAIL:
-                    block[statistics.REFUSED_EARLY] += 1
 
     def _run(self, batch: Batch) -> None:
         requests = batch.requests
@@ -385,8 +386,7 @@ class Loop:
         self._taken = 0
         self._block[statistics.IN_FLIGHT] = self.scheduler.in_flight()
         while self._ran_inline:  # a deposed leader may add to it meanwhile
-            for instance in self._ran_inline.pop().instances:
-                instance.flush()
+            self._ran_inline.pop().flush()
 
     def _next_look(self) -> tuple[int, bool]:
         self._block[statistics.IN_FLIGHT] = self.scheduler.in_flight()

@@ -358,10 +358,20 @@ class LoadedModel:
         self.copied = frozenset(tensor.name for tensor in self.config.input)
         self.alone = self.immediate = False
 
+    def flush(self) -> None:
+        """Write the statistics of what has run inline."""
+        if self.ensemble is not None:
+            self.ensemble.flush()
+            return
+        for instance in self.instances:
+            instance.flush()
+
     def close(self) -> None:
         """Give the runtimes' memory back. Nothing runs any more."""
         if self.cached is not None:
             self.cached.close()
+        if self.ensemble is not None:
+            self.ensemble.close()
         for instance in self.instances:
             instance.close()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from broker.worker.model import MISSING, LoadedModel
 from broker.worker.sequences import Sequences
 
@@ -16,9 +18,12 @@ def claim(model: LoadedModel) -> bool:
     """Take all instances, so that nothing can begin to run any more; False when one is at work."""
     if model.streams:
         return False
-    free, model.free = model.free, []  # at once: the leader's inline path pops without the lock
-    if len(free) < len(model.instances):
-        model.free.extend(free)
+    taken = []
+    with contextlib.suppress(IndexError):  # the leader's inline path takes and returns without the lock
+        while model.free:
+            taken.append(model.free.pop())
+    if len(taken) < len(model.instances):
+        model.free.extend(taken)
         return False
     model.closed = MISSING
     return True

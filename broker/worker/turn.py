@@ -7,8 +7,17 @@ unwatched: `depose` takes the lead away from a leader that has been inside one f
 
 from __future__ import annotations
 
+import enum
 import threading
 from typing import final
+
+
+class Inline(enum.Enum):
+    """What became of a leader's attempt to run the only request itself."""
+
+    DONE = enum.auto()
+    NOT_POSSIBLE = enum.auto()
+    DEPOSED = enum.auto()
 
 
 @final

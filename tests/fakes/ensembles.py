@@ -16,12 +16,14 @@ import numpy as np
 from broker.repository.config import InstanceGroup, ModelConfig, TensorConfig
 from broker.repository.scheduling import Ensemble as Scheduling
 from broker.repository.scheduling import Step
+from broker.worker.binding import Execution
 from broker.worker.cache import ResponseCache
 from broker.worker.cached import Cached
 from broker.worker.ensemble import Ensemble
+from broker.worker.ensemble_inline import lone_run
 from broker.worker.intake import take_in, withdraw
 from broker.worker.messages import BindPlan
-from broker.worker.model import LoadedModel
+from broker.worker.model import Instance, LoadedModel, NoRuntime
 from broker.worker.overlap import Crowds
 from broker.worker.plans import Plan, adopt
 from broker.worker.regions import RegionTable
@@ -98,9 +100,24 @@ class Client:
 
     def start(self, requests: Sequence[Request]) -> None: ...
 
+    def finish(self, request: Request) -> None:
+        self.complete((request,))
+
     def complete(self, requests: Sequence[Request]) -> None:
         self.ended.extend(requests)
         self.found.update((request, dict(answers(request))) for request in requests if not request.code)
+
+
+class Runs:
+    """The binding of a step's plan: the sums of `add`."""
+
+    def __init__(self, plan: Plan, at: int, broken: bool) -> None:
+        self.plan, self.at, self.broken = plan, at, broken
+
+    def run(self) -> None:
+        if self.broken:
+            raise RuntimeError("broken")
+        add(Request(Client(), self.at, (0,) * 13, self.plan, 1))
 
 
 class Workbench:
@@ -116,6 +133,7 @@ class Workbench:
         self.memory = Memory(1 << 22)
         self.regions = RegionTable()
         self.regions.add(self.memory.info, self.memory.fd)
+        self.takes_ns = 1000  # each step, as far as is known before
         self.refuse = ""  # why no step is queued any more
         self.meanwhile: Callable[[], None] = lambda: None  # what another thread does while steps are being queued
         self._used = 0
@@ -207,13 +225,55 @@ class Workbench:
 
     def ask(self, plan: Plan, position: int, given: Mapping[str, np.ndarray], rows: int = 0, deadline: int = 0):
         """A request on one position, begun."""
+        self._give(plan, position, given)
+        request = Request(self.client, 0, self._entry(plan, position, rows, deadline), plan, 1)
+        assert take_in([request]) == []
+        return request
+
+    def _give(self, plan: Plan, position: int, given: Mapping[str, np.ndarray]) -> None:
         for tensor in plan.inputs:
             data = given[tensor.name]
             tensor.memory(position)[: data.nbytes] = np.frombuffer(data.tobytes(), np.uint8)
-        entry = (next(self._numbers), plan.key, 0, deadline, position, position, rows, 0, 0, 0, 0, 0, 0)
-        request = Request(self.client, 0, entry, plan, 1)
-        assert take_in([request]) == []
-        return request
+
+    def _entry(self, plan: Plan, position: int, rows: int, deadline: int) -> tuple[int, ...]:
+        return (next(self._numbers), plan.key, 0, deadline, position, position, rows, 0, 0, 0, 0, 0, 0)
+
+    def ask_alone(self, plan: Plan, position: int, given: Mapping[str, np.ndarray], rows: int = 0, broken: int = -1):
+        """A request that may run at once, as the loop's leader tries it first; and whether it did.
+
+        `broken`: the step that raises, if it runs at once.
+        """
+        assert not self.queue
+        self._give(plan, position, given)
+        request = Request(self.client, 0, self._entry(plan, position, rows, 0), plan, 1)
+        assert plan.model is not None
+        self._bind_steps(plan.model, request, broken)
+        lone = lone_run(request, plan.model)
+        if lone is None or not lone.claim():
+            if lone is not None:
+                lone.give_back()
+            assert take_in([request]) == []
+            return request, False
+        lone.run(self.client)  # type: ignore[arg-type]
+        assert not self.queue
+        lone.give_back()
+        return request, True
+
+    def _bind_steps(self, model: LoadedModel, request: Request, broken: int) -> None:
+        """As the worker's own runs do it: an instance that is free, and a binding of each step's plan."""
+        assert model.ensemble is not None
+        prepared = model.ensemble.at_once(request.plan, request)
+        for at, plan in prepared.plans.items() if prepared is not None else ():
+            member = plan.model
+            if member.ensemble is not None:
+                continue
+            if not member.instances:
+                block = memoryview(bytearray(8 * statistics.BLOCK)).cast("Q")
+                member.instances = [Instance(member, member.name, NoRuntime(), block)]
+                member.free = list(member.instances)
+            execution = Execution(member.instances[0], Runs(plan, at, at == broken), [], [])  # type: ignore[arg-type]
+            execution.measured(self.takes_ns)
+            plan.bindings[member.instances[0].number, 0, 0, plan.rows] = execution
 
     def cancel(self, request: Request) -> None:
         if request not in self.client.ended and not request.ended:

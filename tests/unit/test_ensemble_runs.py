@@ -92,6 +92,7 @@ class Flow:
     # --- what may happen ----------------------------------------------------------------------------------------
 
     def ask(self) -> None:
+        """Sometimes one that may run at once."""
         plan = self.data.draw(st.sampled_from(self.plans), "plan")
         free = [at for at in range(20) if not any(r.plan is plan and r.output_position == at for r in self.live())]
         position = self.data.draw(st.sampled_from(free), "position")
@@ -99,7 +100,11 @@ class Flow:
         number = len(self.asked) + 1
         shape = (rows or ROWS, WIDTH)
         arrays = {name: np.full(shape, 1000 * number + at, np.float32) for at, name in enumerate(self.inputs)}
-        request = self.bench.ask(plan, position, arrays, rows)
+        if not self.bench.queue and self.data.draw(st.booleans(), "alone"):
+            broken = self.data.draw(st.integers(-9, len(self.steps) - 1), "raises")
+            request, _ = self.bench.ask_alone(plan, position, arrays, rows, broken)
+        else:
+            request = self.bench.ask(plan, position, arrays, rows)
         self.asked[request.position] = request, arrays
 
     def live(self) -> list[Request]:
@@ -155,6 +160,7 @@ class Flow:
             assert model.pins == 0
         for plan in self.plans:
             assert len(plan.bindings) <= ensemble.MAX_PREPARED
+        self.model.flush()
         block = self.model.instances[0].block
         assert block[statistics.PENDING] == 0
         words = statistics.SUCCESS, statistics.FAIL, statistics.CANCELLED
