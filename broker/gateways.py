@@ -22,13 +22,13 @@ from typing import Protocol, final
 
 import msgspec
 
-from broker.gateway.options import SOCKETS, GatewayOptions, LogOptions
+from broker.gateway.options import SOCKETS, GatewayOptions, LogOptions, TraceSetting, TraceTable
 from broker.gateway_flags import listeners
 from broker.records import Peer
 from broker.supervision import BackOff
 from broker.worker_process import describe_exit
 from shm.gateway_counters import GatewayCounters
-from shm.gateway_messages import Exiting, Serving, Settings
+from shm.gateway_messages import Exiting, Serving, Settings, Tracing
 from shm.messages import Message
 from shm.sockets import close_all
 
@@ -132,6 +132,11 @@ class Gateways:
         """What they log from now on."""
         for gateway in self._gateways:
             gateway.log(options)
+
+    def trace(self, model: str, settings: dict[str, TraceSetting]) -> None:
+        """What they trace from now on, after the settings of `model` ("": the global ones) were changed."""
+        for gateway in self._gateways:
+            gateway.trace(model, settings)
 
     def rows(self) -> list[dict[str, object]]:
         """For the status document."""
@@ -322,6 +327,13 @@ class _Gateway:
         self.options = msgspec.structs.replace(self.options, log=options)
         if self._session is not None:
             self._session.send(Settings(settings=msgspec.to_builtins(options)))
+
+    def trace(self, model: str, settings: dict[str, TraceSetting]) -> None:
+        """What it traces from now on, and its successors."""
+        table = TraceTable(file=self.options.trace.file, settings=settings)
+        self.options = msgspec.structs.replace(self.options, trace=table)
+        if self._session is not None:
+            self._session.send(Tracing(model=model, settings=settings))
 
     def exiting(self) -> None:
         """It is not replaced any more."""

@@ -21,6 +21,7 @@ from broker.gateway_flags import EFFECTIVE as GATEWAY_FLAGS
 from broker.gateway_flags import gateway_options
 from broker.rate_limit_flags import rate_limit
 from broker.repository.scheduling import Allowance
+from broker.settings import TraceState
 from broker.trace_flags import TraceOptions, trace_options
 from broker.triton_flags import BOOLEAN, REPEATED, SINGLE
 
@@ -51,6 +52,12 @@ EFFECTIVE = GATEWAY_FLAGS | frozenset(
         "response-cache-byte-size",
         "strict-model-config",
         "strict-readiness",
+        "trace-config",
+        "trace-count",
+        "trace-file",
+        "trace-level",
+        "trace-log-frequency",
+        "trace-rate",
     }
 )
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -94,7 +101,7 @@ class Options:
             flags.add("--rate-limit-resource (without --rate-limit=execution_count)")
         if "repository-poll-secs" in self.triton and self.model_control_mode != "poll":
             flags.add("--repository-poll-secs (without --model-control-mode=poll)")
-        return sorted(flags)
+        return sorted(flags | self.trace.without_effect)
 
 
 def region_memory_bytes(text: str, available: int) -> int:
@@ -114,7 +121,7 @@ def parse_serve(arguments: Sequence[str]) -> Options:
     if not repositories:
         raise UsageError("--model-repository must be specified")
     _check(given)
-    log = _log_options(given)
+    log, trace = _log_options(given), trace_options(given)
     return Options(
         model_repository=repositories,
         directory=given.text("directory", "") or None,
@@ -135,8 +142,8 @@ def parse_serve(arguments: Sequence[str]) -> Options:
         cache_byte_size=cache_byte_size(given),
         rate_limit=rate_limit(given),
         log=log,
-        gateway=replace(gateway_options(given), log=log),
-        trace=trace_options(given),
+        gateway=replace(gateway_options(given), log=log, trace=TraceState(trace.file, trace.settings).table()),
+        trace=trace,
         triton={name: values for name, values in given.items() if name in BOOLEAN | REPEATED | SINGLE},
     )
 

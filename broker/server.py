@@ -108,12 +108,13 @@ class Server:
             version=version,
             strict_readiness=options.strict_readiness,
             log_state=LogState(options.log, self._log),
-            trace_state=TraceState(*options.trace),
+            trace_state=TraceState(options.trace.file, options.trace.settings),
         )
         self._sessions = status.sessions = Sessions(self._control)
         self._workers.plans = plans
         self._workers.on_channel_broken = self._channel_broken
         self._gateways = Gateways(replace(options.gateway, directory=run.path, broker_uid=os.getuid()), self._sessions)
+        self._control.trace_state.apply = self._gateways.trace
         status.gateways = self._gateways.rows
         self._control.on_serving = self._gateways.on_serving
         self._control.metrics = self._metrics(blocks)

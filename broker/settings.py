@@ -2,7 +2,7 @@
 
 Kept by `broker.control`, asked by `broker.gateway_answers`. Front ends check the types of their own wire first; every
 rule (`broker.gateway.setting_rules`) is held here all the same, and an update with anything wrong in it changes
-nothing. Names that Triton does not know are ignored, as it does. Trace settings are state only: nothing is traced yet.
+nothing. Names that Triton does not know are ignored, as it does. Gateways are told of every change: they trace.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final, final
 
 import msgspec
 
-from broker.gateway.options import LogOptions
+from broker.gateway.options import LogOptions, TraceSetting, TraceTable
 from broker.gateway.setting_rules import LOG_TYPES, OFF, check_log, file_is_fixed, levels, number, only_one
 from shm.errors import Code, InferError
 
@@ -52,16 +52,23 @@ class LogState:
 class TraceState:
     """Global trace settings, and what each model has for itself; the rest of a model's follow the global ones.
 
-    `trace_file`, `initial`: what the command line says; clearing a global setting returns to that.
+    `trace_file`, `initial`: what the command line says; clearing a global setting returns to that. `apply` is told of
+    every change: of which model, "" of the global ones, and what all of them are now.
     """
 
-    __slots__ = ("_defaults", "_global", "_models", "_trace_file")
+    __slots__ = ("_defaults", "_global", "_models", "_trace_file", "apply")
 
     def __init__(self, trace_file: str = "", initial: Mapping[str, str | list[str]] | None = None) -> None:
         self._trace_file = trace_file
         self._defaults = {**_DEFAULTS, **(initial or {})}
         self._global: dict[str, str | list[str]] = {}
         self._models: dict[str, dict[str, str | list[str]]] = {}
+        self.apply: Callable[[str, dict[str, TraceSetting]], None] = lambda model, settings: None
+
+    def table(self) -> TraceTable:
+        """What gateways have to know."""
+        settings = {name: {**self._defaults, **self._global, **own} for name, own in {**self._models, "": {}}.items()}
+        return TraceTable(file=self._trace_file, settings=settings)
 
     def of(self, model: str) -> dict[str, str | list[str]]:
         """The settings of `model`, "": the global ones."""
@@ -89,6 +96,8 @@ class TraceState:
             self._models[model] = own
         else:
             self._models.pop(model, None)
+        if changes.keys() & _DEFAULTS.keys():
+            self.apply(model, self.table().settings)
         return self.of(model)
 
     def _shown(self, settings: Mapping[str, str | list[str]]) -> dict[str, str | list[str]]:

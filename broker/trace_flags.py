@@ -1,6 +1,6 @@
 """The trace flags of tritonserver: what the trace settings are at start. Used by `broker.options`.
 
-Nothing is traced yet: the settings are what clients read back.
+Traced are the moments of requests, to a file: Triton's mode "triton", level TIMESTAMPS.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ _FORMAT = "--trace-config option format is '<trace mode>,<setting>=<value>'. Got
 
 
 class TraceOptions(NamedTuple):
-    """`settings` are those that were given, by the name that they have in Triton's trace API."""
+    """`settings` are those that were given, by the name that they have in Triton's trace API. `without_effect`: what
+    was given and changes nothing here.
+    """
 
     file: str
     settings: dict[str, str | list[str]]
+    without_effect: frozenset[str]
 
 
 def trace_options(given: Given) -> TraceOptions:
     """From the deprecated flags and --trace-config, which wins. Raises UsageError."""
     file = given.text("trace-file", "")
     levels = [_level(text) for text in given.all("trace-level")]
+    without_effect = set()
     numbers = {
         name: str(given.integer(flag, 0))
         for flag, name in (
@@ -48,11 +52,15 @@ def trace_options(given: Given) -> TraceOptions:
         elif mode == "" and name == "level":
             levels.append(_level(value))
         elif mode == "" and name == "mode":
-            _mode(value)
+            mode = _mode(value)
+        if mode == "opentelemetry":
+            without_effect.add("--trace-config mode=opentelemetry")
+    if "TENSORS" in levels:
+        without_effect.add("--trace-config level=TENSORS")
     settings: dict[str, str | list[str]] = {**numbers}
     if levels:
         settings["trace_level"] = ["OFF"] if "OFF" in levels else sorted(set(levels), reverse=True)  # Triton's order
-    return TraceOptions(file, settings)
+    return TraceOptions(file, settings, frozenset(without_effect))
 
 
 def _parse(argument: str) -> tuple[str, str, str]:

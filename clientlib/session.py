@@ -17,7 +17,7 @@ import msgspec
 
 from shm import messages
 from shm.errors import Code, ConnectionLost, InferError, ProtocolError
-from shm.gateway_messages import Exiting, Settings
+from shm.gateway_messages import Exiting, Settings, Tracing
 from shm.messages import (
     ChannelInfo,
     CloseChannel,
@@ -132,7 +132,7 @@ class Session:
         if isinstance(reply, Starting):
             self.starting = reply
             return
-        if isinstance(reply, Goodbye | Exiting) or (isinstance(reply, Settings) and not reply.id):
+        if isinstance(reply, Goodbye | Exiting | Tracing) or (isinstance(reply, Settings) and not reply.id):
             if isinstance(reply, Goodbye):
                 self._reason = reply.reason
             if self._on_notice is not None:

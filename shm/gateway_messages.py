@@ -113,5 +113,12 @@ class Settings(Message, frozen=True, kw_only=True, tag=True):
     settings: dict[str, Any]
 
 
+class Tracing(Message, frozen=True, kw_only=True, tag=True):
+    """Sent to gateways unasked: the trace settings by model, "" the global ones, now that `model`'s were changed."""
+
+    settings: dict[str, dict[str, str | list[str]]]
+    model: Text = ""
+
+
 class Exiting(Message, frozen=True, kw_only=True, tag=True):
     """Sent to gateways unasked: refuse new requests from now on with "Server exiting", finish those that run."""

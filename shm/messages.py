@@ -21,7 +21,8 @@ Client → broker (reply):
 Gateway → broker, on behalf of a principal (reply):
     RegisterFor → RegionInfo UnregisterFor → Done     ListFor → Regions
     UseRegion → RegionInfo + 1 fd                Serving → Done
-Broker → client, unasked (id 0): Starting, Goodbye; to gateways: Exiting, Settings (of the log, when they have changed).
+Broker → client, unasked (id 0): Starting, Goodbye; to gateways: Exiting, Settings (of the log) and
+Tracing when they have changed.
 A reply larger than 64 KiB is sent as `Large` + 1 fd: a memfd that holds the encoded reply.
 """
 
@@ -48,6 +49,7 @@ from shm.gateway_messages import (
     Serving,
     Settings,
     TraceSettings,
+    Tracing,
     UnregisterFor,
     UseRegion,
 )
@@ -311,6 +313,7 @@ Reply = (
     | Metrics
     | Settings
     | Exiting
+    | Tracing
 )
 
 _encoder = msgspec.msgpack.Encoder()

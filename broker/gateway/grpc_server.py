@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -174,7 +175,7 @@ class GrpcServer:
     async def _model_infer(self, raw: bytes, context: Any) -> bytes:
         try:
             caller, metadata = self._admitted("inference", context)
-            encoded = await self._infer(raw, caller, metadata)
+            encoded = await self._infer(raw, caller, metadata, context)
         except Exception as error:
             del raw  # see `_end`
             return await _end(context, error)
@@ -192,6 +193,8 @@ class GrpcServer:
             async def ask(raw: bytes, understood: list[InferRequest]) -> Responses:
                 request = await self._understand(raw, metadata, understood)
                 caller = self._identify(peer, metadata)
+                if self._service.traces.on:
+                    self._trace(request)
                 if peer.startswith("unix:"):
                     caller.connection = context  # those of a Unix socket all have the same name
                 return await self._service.stream(request, caller)
@@ -201,13 +204,18 @@ class GrpcServer:
         except Exception as error:
             await _end(context, error)
 
-    async def _infer(self, raw: bytes, caller: Caller, metadata: Mapping[str, str]) -> bytes:
+    async def _infer(self, raw: bytes, caller: Caller, metadata: Mapping[str, str], context: Any) -> bytes:
         """One request from wire to wire."""
         self.budget.take(len(raw))
         try:
-            response = await self._service.infer(await self._understand(raw, metadata), caller)
+            request = await self._understand(raw, metadata)
+            if self._service.traces.on:
+                self._trace(request, context)
+            response = await self._service.infer(request, caller)
             encoded = encode_response(response)
             self._service.copied("response", response.byte_size)
+            if request.trace is not None:
+                request.trace.mark("GRPC_SEND_START")
             return encoded
         finally:
             self.budget.give(len(raw))
@@ -226,6 +234,22 @@ class GrpcServer:
         if self._options.grpc_header_forward_pattern:
             self._forward_metadata(request, metadata)
         return request
+
+    def _trace(self, request: InferRequest, context: Any = None) -> None:
+        """Sample it. `context`: of the RPC that is all its own; what comes in a stream is written by the core."""
+        trace = request.trace = self._service.traces.sample(request.model)
+        if trace is None:
+            return
+        now = time.monotonic_ns()
+        trace.mark("GRPC_WAITREAD_START", now)
+        trace.mark("GRPC_WAITREAD_END", now)
+
+        def sent(_: Any) -> None:
+            trace.mark("GRPC_SEND_END")
+            trace.write()
+
+        if context is not None:
+            context.add_done_callback(sent)
 
     def _admitted(self, category: Any, context: Any) -> tuple[Caller, Mapping[str, str]]:
         """Who asks, if the policy lets them: before anything of the request is looked at."""

@@ -204,6 +204,8 @@ class Connection(BaseProtocol):
 
     async def _finish(self, reply: Reply, method: str, *, keep: bool, old: bool) -> None:
         """Send the reply, then go on or close. `old`: the request is HTTP/1.0."""
+        if reply.trace is not None:
+            reply.trace.mark("HTTP_SEND_START")
         try:
             if reply.rest is not None:
                 keep = await self._send_on(reply, reply.rest, keep=keep, chunked=not old)
@@ -216,6 +218,10 @@ class Connection(BaseProtocol):
             _log.exception("HTTP: a reply could not be sent to its end")
             self.abort()
             return
+        finally:
+            if reply.trace is not None:
+                reply.trace.mark("HTTP_SEND_END")
+                reply.trace.write()
         self._task = self._current = None
         if not keep:
             self._shut()

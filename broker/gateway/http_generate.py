@@ -11,7 +11,7 @@ from typing import Any, Final, final
 
 from broker.gateway.http_codec import custom_parameter, forward_headers, is_finite
 from broker.gateway.http_errors import RAISE_LIMIT, body_of, internal, invalid, prefixed, status_of
-from broker.gateway.http_inference import forward_pattern
+from broker.gateway.http_inference import forward_pattern, sampled
 from broker.gateway.http_json import MISSING, as_object, as_string, dumps, find, parse, repeated, unhurried
 from broker.gateway.http_message import EVENTS, Reply, Request
 from broker.gateway.http_tensors import read_flat, write_data
@@ -67,6 +67,8 @@ class Generate:
         wanted = await unhurried(len(request.body), read_generate, metadata, version, request.body, self._limit)
         if self._forward is not None:
             forward_headers(wanted, request.raw_headers, self._forward)
+        if request.received[0]:
+            wanted.trace = sampled(self._service, wanted.model, request)
         return await self._service.stream(wanted, request.caller)
 
 

@@ -22,7 +22,7 @@ from broker.gateway.http_errors import invalid
 from broker.gateway.http_json import unhurried
 from broker.gateway.http_limits import ONE_WRITE
 from broker.gateway.http_message import JSON, OCTETS, Reply, Request, error_reply
-from broker.gateway.kserve import Buffer, InferRequest, Service, one_answer_only
+from broker.gateway.kserve import Buffer, InferRequest, Service, Trace, one_answer_only
 from broker.gateway.options import GatewayOptions
 from shm.errors import InferError
 
@@ -58,10 +58,17 @@ class Inference:
             if (await self._service.metadata(model, version)).decoupled:
                 raise one_answer_only("http") from None
             raise
-        response = await self._service.infer(wanted, request.caller)
+        if request.received[0]:
+            wanted.trace = sampled(self._service, wanted.model, request)
+        try:
+            response = await self._service.infer(wanted, request.caller)
+        except BaseException:
+            if wanted.trace is not None:
+                wanted.trace.write()
+            raise
         size = json_size(response, wanted.outputs, binary)
         text, blobs = await unhurried(size, encode, response, wanted.outputs, binary)
-        reply = Reply(parts=(text, *blobs))
+        reply = Reply(parts=(text, *blobs), trace=wanted.trace)
         if blobs:
             reply.content_type = OCTETS
             reply.headers = ((HEADER_LENGTH, str(len(text))),)
@@ -89,6 +96,15 @@ class Inference:
         if self._forward is not None:
             forward_headers(wanted, request.raw_headers, self._forward)
         return wanted, binary
+
+
+def sampled(service: Service, model: str, request: Request) -> Trace | None:
+    """What is noted of a request of `model`, if it is traced."""
+    trace = service.traces.sample(model)
+    if trace is not None:
+        trace.mark("HTTP_RECV_START", request.received[0])
+        trace.mark("HTTP_RECV_END", request.received[1])
+    return trace
 
 
 def forward_pattern(options: GatewayOptions) -> re.Pattern[str] | None:

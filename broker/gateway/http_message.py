@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol, final
 
 from broker.gateway.http_errors import REASONS, body_of, status_of
 from broker.gateway.http_json import dumps, parse, unhurried
-from broker.gateway.kserve import Buffer, Caller
+from broker.gateway.kserve import Buffer, Caller, Trace
 from shm.errors import InferError
 
 JSON: Final = "application/json"
@@ -23,7 +23,8 @@ UNTIL_CLOSED: Final = -2  # the same for HTTP/1.0, which has no marks
 class Request:
     """`headers`: looked up in any case. `raw_headers`: as they came. `body`: as it came, not decoded;
     a bytearray where it was put together from pieces. `reserve`: counts bytes made of it, until it is answered, with
-    those of all bodies; raises InferError when they are too many.
+    those of all bodies; raises InferError when they are too many. `received`: when it began to come and when it was
+    here, in nanoseconds of the monotonic clock, while anything is traced.
     """
 
     headers: Mapping[str, str]
@@ -31,6 +32,7 @@ class Request:
     body: Buffer
     caller: Caller
     reserve: Callable[[int], None]
+    received: tuple[int, int] = (0, 0)
 
     async def json(self) -> Any:
         """What the body says. Raises InferError."""
@@ -63,6 +65,7 @@ class Reply:
     content_type: str = JSON
     headers: tuple[tuple[str, str], ...] = ()
     rest: Rest | None = None
+    trace: Trace | None = None  # of the request, to be written when the reply is sent
 
 
 def json_reply(value: Any) -> Reply:

@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import stat
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, final
@@ -142,9 +143,12 @@ class HttpServer:
         handler = endpoint.methods.get(message.method)
         if handler is None:
             return text_reply(405, METHOD_NOT_ALLOWED)
+        began = time.monotonic_ns() if self._service.traces.on else 0
         body = await incoming.body(self.limit)
-        reserve = incoming.connection.reserve
-        return await handler(Request(message.headers, message.raw_headers, body, caller, reserve), *names)
+        request = Request(message.headers, message.raw_headers, body, caller, incoming.connection.reserve)
+        if began:
+            request.received = began, time.monotonic_ns()
+        return await handler(request, *names)
 
     def _sweep(self) -> None:
         now = self._loop.time()

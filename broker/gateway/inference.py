@@ -25,7 +25,7 @@ from broker.gateway import correlation, validation
 from broker.gateway.answers import EXPIRED, is_gone, response_of, told
 from broker.gateway.kserve import Caller, InferRequest, InferResponse, Transport, one_answer_only
 from broker.gateway.lasting import Holder, Lasting
-from broker.gateway.plan_cache import Entry, PlanCache, check_room, prepare
+from broker.gateway.plan_cache import Entry, PlanCache, check_room, key_of, prepare
 from broker.gateway.regions import Alias, OutsideRegion, RegionCache, Writer, check_range
 from broker.gateway.streaming import AnyResponses, OneResponse, ResponseStream, Run
 from broker.gateway.timeouts import deadline_of, queue_timeout_of
@@ -144,7 +144,7 @@ class Inference:
             if output.region:
                 alias = await self._open(output.region, caller, aliases)
                 check_range(output.region, alias.region.byte_size, output.offset, output.byte_size)
-        return _Resolved(version, model, aliases, _key(request, version, aliases))
+        return _Resolved(version, model, aliases, key_of(request, version, aliases))
 
     async def _resolve_in_turn(self, request: InferRequest, caller: Caller, deadline_ns: int) -> _Resolved:
         """`_resolve`; no step overtakes one of its sequence that waits for what is there when the later one comes."""
@@ -306,11 +306,14 @@ class Inference:
         values, inline = self._values(entry, request)
         sequence = correlation.sequence_of(request) if request.sequence_id else correlation.NO_SEQUENCE
         timeout_ns = queue_timeout_of(request, deadline_ns)
+        submitted = 0 if request.trace is None else request.trace.submitted()
         entry.inside += 1
         try:
             result = await entry.plan.infer_arrays(values, deadline_ns, _priority(request), sequence, timeout_ns)
         finally:
             entry.inside -= 1
+        if request.trace is not None and not entry.ensemble:  # whose steps are other requests
+            request.trace.computed(submitted, result.timing)
         if result.copied_here > inline:
             self._copied("kept_output", result.copied_here - inline)
         return result
@@ -374,23 +377,3 @@ async def _until(deadline_ns: int) -> AsyncIterator[None]:
             yield
     except TimeoutError:
         raise InferError(Code.UNAVAILABLE, EXPIRED) from None
-
-
-def _key(request: InferRequest, version: str, aliases: Mapping[str, Alias]) -> Hashable:
-    """Everything that a plan fixes."""
-    parts: list[Hashable] = [request.model, version]
-    if request.sequence_id:
-        parts.append(correlation.key_of(request))
-    for tensor in request.inputs:
-        parts += (tensor.name, tensor.datatype, tensor.shape)
-        if tensor.region:
-            parts += (aliases[tensor.region].number, tensor.offset, tensor.byte_size)
-        else:
-            parts.append(-1 if tensor.data is None else memoryview(tensor.data).nbytes)
-    if request.outputs:
-        parts.append(None)  # no input is called that
-        for output in request.outputs:
-            parts.append(output.name)
-            if output.region:
-                parts += (aliases[output.region].number, output.offset, output.byte_size)
-    return tuple(parts)

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, Protocol, Self, final
 
 from broker.gateway.options import Category as Category
+from clientlib.results import Timing
 from shm.errors import Code, InferError
 from shm.message_values import IndexEntry, ModelMetadata, Principal, RegionRecord
 
@@ -113,6 +114,7 @@ class RequestedOutput:
 class InferRequest:
     """`outputs` None: all of them. `timeout_us` and `priority` 0: none given. `parameters`: the caller's own.
     `empty_final` is gRPC's own: of a stream whose end comes without a response, the end is wanted as one.
+    `trace`: where to note what becomes of it.
     """
 
     model: str
@@ -127,6 +129,7 @@ class InferRequest:
     sequence_end: bool = False
     parameters: dict[str, Parameter] = field(default_factory=dict)
     empty_final: bool = False
+    trace: Trace | None = None
 
 
 @final
@@ -186,6 +189,37 @@ class Responses(Protocol):
         """Cancel what still runs. Again: nothing."""
 
 
+class Trace(Protocol):
+    """What is noted of a request that is traced (`broker.gateway.tracing`). Whoever asked for it writes it."""
+
+    def mark(self, name: str, ns: int = 0) -> None:
+        """It is the moment that Triton calls `name`, or was at `ns` of the monotonic clock."""
+
+    def begin(self, request: InferRequest) -> None:
+        """The core has got the request."""
+
+    def submitted(self) -> int:
+        """The model is asked, now."""
+
+    def computed(self, submitted: int, timing: Timing) -> None:
+        """It was: when, and how long it took."""
+
+    def ended(self, version: str) -> None:
+        """The core has answered."""
+
+    def write(self) -> None:
+        """Nothing more is noted."""
+
+
+class Tracer(Protocol):
+    """Which requests are traced."""
+
+    on: bool  # some are
+
+    def sample(self, model: str) -> Trace | None:
+        """What is noted of a request of `model`, if it is traced."""
+
+
 class Service(Protocol):
     """What a front end can ask for. Implemented by `broker.gateway.service`; every method raises InferError."""
 
@@ -193,6 +227,10 @@ class Service(Protocol):
     server_version: str
     extensions: tuple[str, ...]
     exiting: bool  # refuse everything new with UNAVAILABLE "Server exiting"
+
+    @property
+    def traces(self) -> Tracer:
+        """Which requests are traced."""
 
     def check(self, category: Category, caller: Caller) -> None:
         """The one access policy: raises Restricted (see `broker.gateway.access`)."""

@@ -49,6 +49,16 @@ class LogOptions(msgspec.Struct, frozen=True, kw_only=True):
     log_format: str = "default"  # or "ISO8601"
 
 
+TraceSetting = dict[str, str | list[str]]  # all of Triton's trace settings but the file, by its names
+
+
+class TraceTable(msgspec.Struct, frozen=True, kw_only=True):
+    """What is traced: `settings` by model, "" of all others. `file` "": none."""
+
+    file: str = ""
+    settings: dict[str, TraceSetting] = {}
+
+
 class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one gateway process. Ports 0: that service is off. Unix sockets and ZeroMQ: gateway 0 alone."""
 
@@ -81,3 +91,4 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
     http_restricted: dict[str, tuple[str, str]] = {}  # category → header name (lower case), value
     grpc_restricted: dict[str, tuple[str, str]] = {}  # category → metadata key (lower case, with its prefix), value
     log: LogOptions = LogOptions()
+    trace: TraceTable = TraceTable()

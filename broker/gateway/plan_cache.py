@@ -197,6 +197,26 @@ class PlanCache:
             self.byte_size -= entry.byte_size
 
 
+def key_of(request: InferRequest, version: str, aliases: Aliases) -> Hashable:
+    """Everything that the plan of a request fixes."""
+    parts: list[Hashable] = [request.model, version]
+    if request.sequence_id:
+        parts.append(correlation.key_of(request))
+    for tensor in request.inputs:
+        parts += (tensor.name, tensor.datatype, tensor.shape)
+        if tensor.region:
+            parts += (aliases[tensor.region].number, tensor.offset, tensor.byte_size)
+        else:
+            parts.append(-1 if tensor.data is None else memoryview(tensor.data).nbytes)
+    if request.outputs:
+        parts.append(None)  # no input is called that
+        for output in request.outputs:
+            parts.append(output.name)
+            if output.region:
+                parts += (aliases[output.region].number, output.offset, output.byte_size)
+    return tuple(parts)
+
+
 def _retrieve(task: asyncio.Task[Entry]) -> None:
     if not task.cancelled():
         task.exception()

@@ -25,13 +25,13 @@ import msgspec
 from broker import logs
 from broker.gateway.access import Access
 from broker.gateway.memory import keep_trimmed
-from broker.gateway.options import GatewayOptions, LogOptions
+from broker.gateway.options import GatewayOptions, LogOptions, TraceSetting
 from broker.gateway.peers import Peers, grpc_listeners
 from broker.gateway.service import GatewayService
 from clientlib.async_client import AsyncClient
 from shm.errors import ConnectionLost, InferError
 from shm.gateway_counters import GatewayCounters
-from shm.gateway_messages import Exiting, Serving, Settings
+from shm.gateway_messages import Exiting, Serving, Settings, Tracing
 from shm.messages import Goodbye, Message
 from shm.prctl import PR_SET_NAME, PR_SET_PDEATHSIG, prctl, undumpable
 
@@ -130,6 +130,7 @@ class Gateway:
         self._counters = counters
         self._exiting = asyncio.Event()
         self._service: GatewayService | None = None
+        self._traced: dict[str, TraceSetting] | None = None  # what was changed while there was none
         self._front_ends: list[FrontEnd] = []
 
     async def run(self, sock: socket.socket) -> int:
@@ -156,6 +157,7 @@ class Gateway:
         if not client.lost.is_set():
             await self._drain(service, client)
         await client.close()
+        await asyncio.to_thread(service.traces.close)
         return 0
 
     def _make_service(self, client: AsyncClient) -> GatewayService:
@@ -163,6 +165,8 @@ class Gateway:
         service = GatewayService(client, self._options, access)
         service.on_ended = self._counters.count
         service.on_copied = self._counters.copied
+        if self._traced is not None:
+            service.traces.apply("", self._traced)
         return service
 
     async def _listen(self, service: GatewayService, makers: Sequence[Make]) -> list[str]:
@@ -209,6 +213,10 @@ class Gateway:
                     self._service.exiting = True
             case Goodbye(reason=reason) if not self._exiting.is_set():
                 _log.warning("the broker hung up: %s", reason)
+            case Tracing(model=model, settings=traced):
+                self._traced = traced
+                if self._service is not None:
+                    self._service.traces.apply(model, traced)
             case Settings(settings=settings):
                 logs.set_up(msgspec.convert(settings, LogOptions))
 

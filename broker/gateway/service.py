@@ -20,6 +20,7 @@ from broker.gateway.kserve import Caller, Category, InferRequest, InferResponse,
 from broker.gateway.options import EXTENSIONS, SERVER_VERSION, GatewayOptions
 from broker.gateway.regions import RegionCache
 from broker.gateway.streaming import ResponseStream
+from broker.gateway.tracing import Traces
 from clientlib.async_client import AsyncClient
 from clientlib.session import Answer
 from shm.errors import Code, InferError
@@ -62,6 +63,7 @@ class GatewayService:
         self.server_version = SERVER_VERSION
         self.extensions = EXTENSIONS
         self.exiting = False
+        self.traces = Traces(options.trace, options.index)
         self.on_ended: Callable[[str, int, bool], None] | None = None  # told transport, ns and "failed" of each request
         self.on_copied: Callable[[str, int], None] | None = None  # told why, and bytes
         self._running = 0  # requests
@@ -114,6 +116,8 @@ class GatewayService:
         """Triton's trace settings of a model, "" for the global ones, after `update`."""
         reply, _ = await self._client.call(TraceSettings(model=model, update=dict(update)))
         assert isinstance(reply, Settings)
+        if (left := self.traces.left(model)) is not None:
+            reply.settings["trace_count"] = str(left)  # as in Triton: of those that this gateway has yet to trace
         return reply.settings
 
     # --- models ----------------------------------------------------------------------------------------------------
@@ -192,9 +196,14 @@ class GatewayService:
     async def infer(self, request: InferRequest, caller: Caller) -> InferResponse:
         """Run one request. Cancelled with the task that awaits it."""
         began, failed = self._enter(), True
+        if (trace := request.trace) is not None:
+            trace.begin(request)
         try:
             response = await self.inference.infer(request, caller)
             failed = False
+            if trace is not None:
+                trace.mark("INFER_RESPONSE_COMPLETE")
+                trace.ended(response.version)
             return response
         finally:
             self._leave(caller.transport, began, failed)
@@ -202,6 +211,8 @@ class GatewayService:
     async def stream(self, request: InferRequest, caller: Caller) -> ResponseStream:
         """Check one request and have its responses come. The request is taken over: its inputs are let go."""
         began = self._enter()
+        if request.trace is not None:
+            request.trace.begin(request)
         try:
             responses = await self.inference.stream(request, caller)
         except BaseException:

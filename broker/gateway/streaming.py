@@ -62,6 +62,7 @@ class ResponseStream:
         self._request = request
         self._failed = False
         self._ended = False
+        self._version = ""  # of the model, as the responses say
         self.on_end: Callable[[bool], None] | None = None
 
     def __aiter__(self) -> Self:
@@ -76,6 +77,9 @@ class ResponseStream:
             self._end()
             raise
         self._request.inputs = []  # it runs: they were copied to where the model reads them
+        self._version = response.version
+        if self._request.trace is not None:
+            self._request.trace.mark("INFER_RESPONSE_COMPLETE")
         self._failed = self._failed or response.error is not None
         if response.final:
             self._end()
@@ -93,6 +97,9 @@ class ResponseStream:
 
     def _end(self) -> None:
         self._ended = True
+        if (trace := self._request.trace) is not None:
+            trace.ended(self._version)
+            trace.write()
         if self.on_end is not None:
             self.on_end(self._failed)
 
@@ -150,6 +157,8 @@ class AnyResponses(ResponseStream):
         if self._run is None:
             try:
                 await self._lasting.enter(self)
+                if (trace := self._request.trace) is not None:
+                    trace.submitted()
                 self._run = await self._begin(anew=False)
             except InferError as error:
                 return self._error(error, final=True)

@@ -15,8 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from broker.gateway.kserve import Caller, InferRequest, InferResponse, OutputTensor, Responses, one_answer_only
+from broker.gateway.kserve import (
+    Caller,
+    InferRequest,
+    InferResponse,
+    OutputTensor,
+    Responses,
+    Tracer,
+    one_answer_only,
+)
+from broker.gateway.options import TraceTable
 from broker.gateway.streaming import OneResponse
+from broker.gateway.tracing import Traces
 from shm.errors import Code, InferError
 from shm.message_values import IndexEntry, ModelMetadata, RegionRecord, TensorMetadata
 
@@ -99,6 +109,7 @@ class FakeService:
         self.server_name, self.server_version = "triton", "2.73.0"
         self.extensions = ("classification", "binary_tensor_data")
         self.exiting = False
+        self.traces: Tracer = Traces(TraceTable())
         self.asked: list[InferRequest] = []
         self.callers: list[Caller] = []
         self.fails: InferError | None = None

@@ -139,10 +139,10 @@ def test_log_verbose_is_a_number_or_a_bool(given, level):
 
 
 def test_trace_settings_at_start():
-    assert parse_serve([REPOSITORY]).trace == ("", {})
+    assert parse_serve([REPOSITORY]).trace[:2] == ("", {})
     flags = ("--trace-file=/old", "--trace-rate=7", "--trace-level=min", "--trace-config=mode=triton")
     newer = ("--trace-config=triton,file=/t.json", "--trace-config=rate=1", "--trace-config=level=TENSORS")
-    file, settings = parse_serve([REPOSITORY, *flags, *newer, "--trace-config=triton,log-frequency=5"]).trace
+    file, settings = parse_serve([REPOSITORY, *flags, *newer, "--trace-config=triton,log-frequency=5"]).trace[:2]
     assert file == "/t.json"
     assert settings == {"trace_rate": "1", "trace_level": ["TIMESTAMPS", "TENSORS"], "log_frequency": "5"}
     assert parse_serve([REPOSITORY, "--trace-level=max", "--trace-level=off"]).trace[1] == {"trace_level": ["OFF"]}
