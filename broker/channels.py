@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from typing import Protocol, final
 
 from broker.quota import Quota
-from broker.records import ChannelRecord, Peer
+from broker.records import WORKER, ChannelRecord, Peer
 from shm.errors import Code, InferError
 from shm.layout import DONE, LEDGER_CTAIL, MARK, Geometry
 from shm.memory import sealed_memfd
@@ -133,7 +133,8 @@ class Channels:
             pipe_read, pipe_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             undo.pop_all()
         number = next(self._numbers)
-        return ChannelRecord(number, peer.session, slots, memory, ledger, bell, pipe_write), pipe_read
+        steps = peer.role == WORKER
+        return ChannelRecord(number, peer.session, slots, memory, ledger, bell, pipe_write, steps), pipe_read
 
     async def _close(self, channel: int) -> None:
         record, worker, peer = self._open[channel]

@@ -17,7 +17,7 @@ from broker.channels import Channels
 from broker.gateway.options import LogOptions
 from broker.plans import ModelLookup, Plans
 from broker.principals import Principals
-from broker.records import GATEWAY, Peer, RegionEntry, record, region_info
+from broker.records import GATEWAY, WORKER, Peer, RegionEntry, record, region_info
 from broker.registry import Registry
 from broker.sessions import Answer, Session
 from broker.settings import LogState, TraceState
@@ -103,7 +103,7 @@ class Control:
 
     async def welcome(self, session: Session) -> Message:
         """The reply to Hello, after Starting notices for as long as the start-up load runs."""
-        while not self._started:
+        while not self._started and session.peer.role != WORKER:  # whose warm-up may be what the load waits for
             done, total = self._progress
             session.send(Starting(done=done, total=total))
             await self._changed.wait()
@@ -115,7 +115,8 @@ class Control:
 
     async def answer(self, peer: Peer, request: Request, fds: list[int]) -> Answer:
         """The reply to `request`. Takes `fds` over. Raises InferError, OSError."""
-        if self.exiting and not isinstance(request, GetServer | Serving):
+        # What workers have accepted runs to its end, steps in other workers included.
+        if self.exiting and peer.role != WORKER and not isinstance(request, GetServer | Serving):
             close_all(fds)
             raise InferError(Code.UNAVAILABLE, "Server exiting")
         if isinstance(request, messages.RegisterPool):
@@ -198,6 +199,14 @@ async def open_channel(control: Control, peer: Peer, request: messages.OpenChann
 async def close_channel(control: Control, peer: Peer, request: messages.CloseChannel) -> Answer:
     """Answered when the worker is idle on it."""
     await control.channels.close(peer.session, request.channel)
+async def prepare_step(control: Control, peer: Peer, request: messages.PrepareStep) -> Answer:
+    """The same for a step of an ensemble."""
+    if peer.role != WORKER:
+        raise InferError(Code.INVALID_ARG, "only the broker's own workers prepare steps of ensembles")
+    prepared = control.plans.prepare(peer.session, request.plan, request.owner, step=True, retry=request.retry)
+    return Answer(await prepared)
+
+
     return Answer(messages.Done())
 
 
@@ -273,3 +282,4 @@ _ANSWERS: dict[type[Message], Callable[[Control, Peer, Any], Awaitable[Answer]]]
     messages.GetStatus: get_status,
     messages.UnloadModel: unload_model,
 }
+    messages.PrepareStep: prepare_step,

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from broker.catalogue import UNAVAILABLE, UNLOADED, Catalogue
 from broker.repository import ensembles
-from broker.repository.config import ModelConfig
+from broker.repository.config import ModelConfig, RemoteMember
 from broker.repository.ensembles import members
 
 
@@ -38,16 +38,41 @@ def misfit(catalogue: Catalogue, config: ModelConfig) -> str:
 def as_members_are(catalogue: Catalogue, config: ModelConfig) -> ModelConfig:
     """The ensemble's configuration with what follows from its members.
 
-    It is decoupled when one of them is, and an output without class names of its own has those of the member's.
+    It is decoupled when one of them is, an output without class names of its own has those of the member's, and its
+    worker is the one of most members: steps of the others go to theirs.
     """
     serving = {name: catalogue.serving(name) for name in catalogue.known}
     configs = {name: each for name, each in serving.items() if each is not None}
     labels = ensembles.labels(config, configs)
-    config = replace(config, output=tuple(replace(each, labels=labels[each.name]) for each in config.output))
+    config = replace(
+        config,
+        output=tuple(replace(each, labels=labels[each.name]) for each in config.output),
+        parameters={**config.parameters, "worker_group": ensembles.worker_group(config, configs)},
+    )
+    config = replace(config, remote=_remote(catalogue, config))
     if config.decoupled or not ensembles.is_decoupled(config, configs):
         return config
     stated = {**json.loads(config.json), "model_transaction_policy": {"decoupled": True}}
     return replace(config, decoupled=True, json=json.dumps(stated))
+
+
+def _remote(catalogue: Catalogue, config: ModelConfig) -> dict[int, RemoteMember]:
+    """The members in other workers than the ensemble's, by the number of the step."""
+    assert config.ensemble is not None
+    found: dict[int, RemoteMember] = {}
+    for at, step in enumerate(config.ensemble.step):
+        name = step.model_name
+        number = str(step.model_version) if step.model_version > 0 else ""
+        worker, (member, version) = catalogue.worker_for(name, number), catalogue.config(name, number)
+        if worker.key != f"cpu/{config.worker_group}":
+            found[at] = RemoteMember(
+                worker=worker.key,
+                generation=catalogue.known[name].versions[version].generation,
+                config=member.as_remote,
+                sequences=member.sequence_batching is not None or member.ensemble is not None,  # which may have some
+                retry=retryable(catalogue, member),
+            )
+    return found
 
 
 def ensembles_of(catalogue: Catalogue, member: str) -> list[str]:

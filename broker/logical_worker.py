@@ -39,6 +39,7 @@ from broker.worker.messages import (
     RegionIdle,
     RetireRegion,
     Start,
+    WantSession,
     UnloadModel,
 )
 from broker.worker_process import Exit, ProcessDied, WorkerProcess
@@ -61,6 +62,7 @@ class Owner(Protocol):
     plans: PlanBook | None
     on_channel_broken: Callable[[int, str], None]
     on_model_lost: Callable[[str, int, int, str], None]
+    on_session_wanted: Callable[[WorkerProcess], None]
 
     def first_message(self, worker: str, block: int) -> Start:
         """What a new process of `worker` is told before anything else."""
@@ -202,7 +204,7 @@ class Worker:
 
     async def attach_channel(self, record: ChannelRecord) -> None:
         """Have it served."""
-        message = AttachChannel(channel=record.channel, session=record.session, slots=record.slots)
+        message = AttachChannel(channel=record.channel, session=record.session, slots=record.slots, steps=record.steps)
         descriptors = (record.memory, record.ledger, record.bell, record.pipe_write)
         self._records[record.channel] = record
         try:
@@ -388,9 +390,11 @@ class Worker:
         if isinstance(message, AttachChannel) and (record := self._records.pop(message.channel, None)) is not None:
             # Nobody would ever look at this channel again: what waits in it ends now, and its client must know.
             end((record,), f"worker '{self.key}' cannot serve this channel any more: {reason}", time.monotonic_ns())
+        elif self._state.process is not None:
+            self._owner.on_session_wanted(self._state.process)
             self._owner.on_channel_broken(message.channel, f"worker '{self.key}' cannot serve it any more: {reason}")
 
-    def _noticed(self, message: ChannelBroken | RegionIdle) -> None:
+    def _noticed(self, message: ChannelBroken | RegionIdle | WantSession) -> None:
         if isinstance(message, RegionIdle):
             self._uses.idle((message.region, message.generation))
         else:

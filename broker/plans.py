@@ -88,10 +88,12 @@ class Plans:
         self._tables: dict[int, _Table] = {}
         self._refused: dict[tuple[int, str], int] = {}  # (session, model) → until when, CLOCK_MONOTONIC ns
 
-    async def prepare(self, session: int, request: Prepare, owner: int = 0) -> Prepared:
+    async def prepare(
+        self, session: int, request: Prepare, owner: int = 0, *, step: bool = False, retry: bool = True
+    ) -> Prepared:
         """Check the plan, have its worker map what it names, bind it there; returns when the worker knows it.
 
-        `owner`: as `shm.admission.BoundPlan` has it.
+        `owner`: as `shm.admission.BoundPlan` has it. `step`, `retry`: see `shm.messages.PrepareStep`.
         """
         metadata = self._models.metadata(request.model, request.version)
         worker = self._models.worker_for(request.model, request.version)
@@ -116,8 +118,9 @@ class Plans:
             rows=checked.rows,
             follow_latest=not request.version,
             refused_until_ns=self.refused_until_ns(session, request.model),
-            retryable=retryable(self._models, config),
+            retryable=retry and retryable(self._models, config),
             owner=owner,
+            step=step,
             responses=request.responses,
         )
         table.plans[index] = plan = _Plan(message, worker)

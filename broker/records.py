@@ -13,7 +13,8 @@ from typing import final
 from shm.messages import RegionInfo, RegionRecord
 from shm.sockets import close_all
 
-CLIENT, GATEWAY = "client", "gateway"  # roles
+CLIENT, GATEWAY, WORKER = "client", "gateway", "worker"  # roles
+OURS = (GATEWAY, WORKER)  # what the broker starts itself
 
 
 @final
@@ -22,7 +23,7 @@ class Peer:
     """The process at the other end of a session, as the kernel names it.
 
     `role` GATEWAY: one that the broker started itself, which may act for principals. A principal is such a record too,
-    with a negative session number and no process.
+    with a negative session number and no process. WORKER: one that runs ensembles with members in other workers.
     """
 
     session: int
@@ -44,6 +45,7 @@ class ChannelRecord:
     bell: int  # eventfd: client → worker
     pipe_write: int  # worker → client; kept so that the client sees POLLHUP only when broker and worker are gone
 
+    steps: bool = False  # the client is another worker: its requests are steps of ensembles
     def close(self) -> None:
         """Close what the broker keeps. The worker must be idle on the channel."""
         close_all((self.memory, self.ledger, self.bell, self.pipe_write))

@@ -41,6 +41,7 @@ from broker.settings import LogState, TraceState
 from broker.startup_tables import backend_table, option_table
 from broker.statistics_blocks import StatisticsBlocks
 from broker.status import StatusDocument
+from broker.step_sessions import StepSessions
 from broker.supervision import TRUNCATED_REGIONS, Truncations
 from broker.workers import Workers
 from shm.capacity import memory_limit
@@ -113,6 +114,7 @@ class Server:
         self._sessions = status.sessions = Sessions(self._control)
         self._workers.plans = plans
         self._workers.on_channel_broken = self._channel_broken
+        self._workers.on_session_wanted = StepSessions(self._sessions).open
         self._gateways = Gateways(replace(options.gateway, directory=run.path, broker_uid=os.getuid()), self._sessions)
         self._control.trace_state.apply = self._gateways.trace
         status.gateways = self._gateways.rows

@@ -2,8 +2,8 @@
 
 `broker.listener` makes sessions; what requests mean is `Service`'s business (`broker.control`). Requests of a session
 run one after another in the order they came, so a client can send register, prepare and submit back to back. Those of a
-gateway begin in the order they came, and up to 64 run at once: they are of many clients, who must not wait for each
-other. Nothing here waits for a client: what it does not read is queued up to a bound, then it is hung up.
+gateway or worker begin in the order they came, and up to 64 run at once: they are of many clients, who must not wait for
+each other. Nothing here waits for a client: what it does not read is queued up to a bound, then it is hung up.
 
     Hello within 5 s → [Starting …] → Welcome → requests … → hang-up, its process's end, or a broken rule
 """
@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol, final
 
 import msgspec
 
-from broker.records import GATEWAY, Peer
+from broker.records import OURS, Peer
 from shm import sockets
 from shm.errors import Code, InferError, ProtocolError
 from shm.messages import (
@@ -46,7 +46,7 @@ HELLO_TIMEOUT_S = 5.0
 STALL_TIMEOUT_S = 5.0  # a client that reads nothing for so long while replies wait is gone for our purposes
 BURST = 16  # datagrams of one session per turn of the loop
 MAX_WAITING = 256  # requests
-AT_ONCE = 64  # requests of a gateway that run
+AT_ONCE = 64  # requests of a gateway or worker that run
 MAX_WAITING_BYTES = 4 << 20
 MAX_OUTBOX_BYTES = 256 << 10  # of replies that a client has not read
 # A gateway's event loop may be busy while all its calls are answered: reading none for a moment must not be its end.
@@ -163,7 +163,7 @@ class Session:
                     await self._drained.wait()
                     request, fds, byte_size = self._waiting.popleft()
                     self._waiting_bytes -= byte_size
-                    if self.peer.role == GATEWAY and self._greeted:
+                    if self.peer.role in OURS and self._greeted:
                         await self._begin(request, fds)
                     else:
                         await self._serve(request, fds)
@@ -302,10 +302,10 @@ class Session:
                 self._loop.add_writer(self._socket, self._flush)
                 self._watch_progress()
                 # No more work for a client that is behind with reading; one that never reads ends by `_stalled`.
-                if self.peer.role != GATEWAY:
+                if self.peer.role not in OURS:
                     self._drained.clear()
                     self._loop.remove_reader(self._socket)
-        limit = GATEWAY_OUTBOX_BYTES if self.peer.role == GATEWAY else MAX_OUTBOX_BYTES
+        limit = GATEWAY_OUTBOX_BYTES if self.peer.role in OURS else MAX_OUTBOX_BYTES
         if self._outbox_bytes + len(data) > limit:
             self.end(f"does not read: {self._outbox_bytes} bytes of replies are waiting")
             return

@@ -26,6 +26,7 @@ from broker.worker.messages import (
     Refused,
     RegionIdle,
     ToBroker,
+    WantSession,
     decode_to_broker,
     encode,
 )
@@ -98,7 +99,7 @@ class WorkerProcess:
         life: int,
         *,
         on_exit: Callable[[WorkerProcess], None],
-        on_notice: Callable[[ChannelBroken | RegionIdle], None],
+        on_notice: Callable[[ChannelBroken | RegionIdle | WantSession], None],
     ) -> None:
         self.pid = pid
         self.pidfd = pidfd
@@ -230,7 +231,7 @@ class WorkerProcess:
             case Ready():
                 if not self.ready.done():
                     self.ready.set_result(None)
-            case ChannelBroken() | RegionIdle():
+            case ChannelBroken() | RegionIdle() | WantSession():
                 self._on_notice(message)
             case Acknowledged() | Refused():
                 answer = self._answers.pop(message.id, None)

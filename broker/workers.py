@@ -20,6 +20,7 @@ from broker.repository.scheduling import Allowance
 from broker.statistics_blocks import StatisticsBlocks
 from broker.supervision import PING_EVERY_S, PING_LIMIT_S, HangWatch, Running, hang_limit_s
 from broker.worker.messages import Start
+from broker.worker_process import WorkerProcess
 from broker.zygote_link import Zygote
 from shm.errors import Code, InferError
 from shm.statistics import BATCH, BLOCK, EXPECTED, STARTED
@@ -40,7 +41,7 @@ class Workers:
 
     `plans` must be set before the first channel is attached. The `on_…` hooks are called from the event loop:
     a client broke the rules of its channel (hang up its session) · a system region was truncated and is retired
-    everywhere · a model that was loaded is gone, for the reason given.
+    everywhere · a model that was loaded is gone, for the reason given · a worker process asks for a session.
     """
 
     __slots__ = (
@@ -56,6 +57,7 @@ class Workers:
         "on_channel_broken",
         "on_model_lost",
         "on_region_shrunk",
+        "on_session_wanted",
         "ping_every_s",
         "ping_limit_s",
         "plans",
@@ -89,6 +91,7 @@ class Workers:
         self.on_channel_broken: Callable[[int, str], None] = _ignore
         self.on_region_shrunk: Callable[[int, int], None] = _ignore
         self.on_model_lost: Callable[[str, int, int, str], None] = _ignore
+        self.on_session_wanted: Callable[[WorkerProcess], None] = _ignore
         self._zygote = Zygote(entry)
         self._workers: dict[str, Worker] = {}
         self._hangs = HangWatch()

@@ -22,6 +22,7 @@ Gateway → broker, on behalf of a principal (reply):
     RegisterFor → RegionInfo UnregisterFor → Done     ListFor → Regions
     UseRegion → RegionInfo + 1 fd                Serving → Done
 Broker → client, unasked (id 0): Starting, Goodbye; to gateways: Exiting, Settings (of the log) and
+Worker → broker, for ensembles with members in other workers: PrepareStep → Prepared, beside what any client may ask.
 Tracing when they have changed.
 A reply larger than 64 KiB is sent as `Large` + 1 fd: a memfd that holds the encoded reply.
 """
@@ -141,6 +142,18 @@ class Release(Message, frozen=True, kw_only=True, tag=True):
 class OpenChannel(Message, frozen=True, kw_only=True, tag=True):
     worker: Name
     slots: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+class PrepareStep(Message, frozen=True, kw_only=True, tag=True):
+    """Prepare a step of an ensemble for another worker; refused to everybody but the broker's own workers.
+
+    `owner`: whose sequences its requests belong to (`shm.admission.BoundPlan`). `retry` False: they may not run twice
+    whatever their model says. The plan keeps the model that it was bound to, also when that is replaced or unloaded.
+    """
+
+    plan: Prepare
+    owner: Id = 0
+    retry: bool = True
+
+
 
 
 class CloseChannel(Message, frozen=True, kw_only=True, tag=True):
@@ -284,6 +297,7 @@ Request = (
     | GetIndex
     | GetServer
     | GetMetrics
+    | PrepareStep
     | LogSettings
     | TraceSettings
     | RegisterFor

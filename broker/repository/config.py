@@ -76,6 +76,20 @@ class InstanceGroup(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 1
 
 
+class RemoteMember(msgspec.Struct, frozen=True, kw_only=True):
+    """The model of an ensemble's step that another worker serves, as much of it as the ensemble's worker needs.
+
+    `worker`: its key. `generation`: of the load that serves. `config`: without all that only running it takes.
+    `sequences`: its requests are steps of sequences. `retry`: they may run twice.
+    """
+
+    worker: str
+    generation: int
+    config: ModelConfig
+    sequences: bool = False
+    retry: bool = True
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One model, completed and validated.
 
@@ -86,6 +100,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     `max_batch_size_completed`: nobody wrote `max_batch_size`, auto-completion chose it.
     `origins`: only when asked for. Field path ("input[x].dims") → "file", "model", "default" or "override".
     `explanation`: only when asked for. The configuration as config.pbtxt text, the origin beside every line.
+    `remote`: of an ensemble, by the number of the step; the broker fills it in (`broker.ensemble_members`).
     """
 
     name: str
@@ -115,6 +130,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_size_completed: bool = False
     origins: dict[str, str] = {}
     explanation: str = ""
+    remote: dict[int, RemoteMember] = {}
 
     @property
     def worker_group(self) -> str:
@@ -138,6 +154,31 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         output = tuple(replace(tensor, labels=b"") for tensor in self.output)
         return _with_files(replace(self, output=output, origins={}, explanation=""), lambda item: b"")
+
+    @property
+    def as_remote(self) -> ModelConfig:
+        """What an ensemble in another worker needs: names, datatypes and shapes."""
+
+        def bare(tensors: tuple[TensorConfig, ...]) -> tuple[TensorConfig, ...]:
+            return tuple(
+                TensorConfig(
+                    name=each.name, datatype=each.datatype, dims=each.dims, symbols=each.symbols, optional=each.optional
+                )
+                for each in tensors
+            )
+
+        return ModelConfig(
+            name=self.name,
+            platform=self.platform,
+            backend=self.backend,
+            directory="",
+            versions={},
+            default_model_filename="",
+            max_batch_size=self.max_batch_size,
+            input=bare(self.input),
+            output=bare(self.output),
+            instance_group=(),
+        )
 
     def with_data(self) -> ModelConfig:
         """With the bytes of its data files again. Raises OSError; ValueError for one that has changed its size."""

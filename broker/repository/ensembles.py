@@ -221,14 +221,29 @@ def _check_responses(config: ModelConfig, ensemble: Ensemble, configs: Mapping[s
     behind((tensor.name for tensor in config.output), "the outputs come")
 
 
+def worker_group(config: ModelConfig, configs: Mapping[str, ModelConfig]) -> str:
+    """The worker group of a model. An ensemble's is that of most of its members; of several, the first member's.
+
+    `configs`: at least those of an ensemble's members, which are no circle.
+    """
+    if config.ensemble is None:
+        return config.worker_group
+    groups = [worker_group(configs[name], configs) for name in members(config.ensemble) if name in configs]
+    return max(groups, key=groups.count, default=config.worker_group)
+
+
 def _check_workers(config: ModelConfig, configs: Mapping[str, ModelConfig]) -> None:
-    """Steps hand tensors on inside one worker process."""
+    """A flow of responses stays in one worker process."""
+    if not is_decoupled(config, configs):
+        return
+    group = worker_group(config, configs)
     for name in members(config.ensemble) if config.ensemble is not None else ():
-        if configs[name].worker_group != config.worker_group:
+        other = worker_group(configs[name], configs)
+        if other != group:
             raise InferError(
                 Code.UNSUPPORTED,
-                f"ensemble '{config.name}' is in worker group '{config.worker_group}' and its member '{name}' in "
-                f"'{configs[name].worker_group}': give both models the same parameter `worker_group`",
+                f"ensemble '{config.name}' is decoupled, so all its members must be in one worker group; most are in "
+                f"'{group}', and '{name}' is in '{other}': give them the same parameter `worker_group`",
             )
 
 

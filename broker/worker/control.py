@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import select
+import socket
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ from typing import final
 
 from broker.worker import link, messages
 from broker.worker.cache import ResponseCache
+from broker.worker.ensemble_remote import Elsewhere
 from broker.worker.link import Link
 from broker.worker.loop import DEPOSE_NS, Loop
 from broker.worker.models import ModelTable
@@ -56,9 +58,11 @@ class Control:
         self._channels: dict[int, WorkerChannel] = {}
         self._sessions: dict[int, int] = {}  # channel → session
         self._served: dict[int, dict[int, WorkerChannel]] = {}  # session → its channels, detached ones until idle
+        self._of_steps: set[int] = set()  # sessions of other workers, for steps of their ensembles
         self._fds: dict[int, tuple[int, int]] = {}  # channel → its doorbell and pipe
         cache = ResponseCache(start.cache_byte_size, own_block) if start.cache_byte_size else None
-        self._models = ModelTable(self._loop, cache)
+        self._elsewhere = Elsewhere(lambda: to_broker.send(messages.WantSession()))
+        self._models = ModelTable(self._loop, cache, self._elsewhere)
         self._waits: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         self._threads = 0
         self._draining = False
@@ -238,6 +242,7 @@ class Control:
             self._plans.pop(session, None)
 
     def _let_go(self) -> None:
+            self._models.release(plan)
         """Unmap what closed plans hold, once the last request of each has ended."""
         leaving, self._leaving = self._leaving, []
         idle = [plan for plan in leaving if plan.busy.find(1) < 0]
@@ -279,6 +284,8 @@ class Control:
         self._loop.detach(channel)
 
         def idle() -> bool:
+        if message.steps:
+            self._of_steps.add(message.session)
             return all(request is None for request in channel.live)
 
         def gone() -> None:
@@ -299,6 +306,7 @@ class Control:
         self._link.send(messages.ChannelBroken(channel=channel.number, reason=channel.broken))
 
     def _on_Ping(self, message: messages.Ping, fds: list[int]) -> bool:
+                self._of_steps.discard(session)
         return True
 
     # --- the end ------------------------------------------------------------------------------------------------
@@ -308,12 +316,22 @@ class Control:
         tails = [(channel, channel.published()) for channel in self._channels.values()]
 
         def taken() -> bool:
+    def _on_OpenSession(self, message: messages.OpenSession, fds: list[int]) -> bool:
+        self._elsewhere.session.connected(socket.socket(fileno=fds.pop()))
+        return True
+
             return all(channel.head >= tail or bool(channel.broken) for channel, tail in tails)
 
         def close() -> None:
             for plan in self._all_plans():
-                self._models.close(plan, STOPPING)
-            self._when(self._loop.finished, leave)
+                if plan.session not in self._of_steps:
+                    self._models.close(plan, STOPPING)
+            self._when(self._loop.finished, last)
+
+        def last() -> None:
+            """Other workers finish what they have accepted, too: each lets go of the others when it has."""
+            self._elsewhere.session.close()
+            self._when(lambda: not self._of_steps and self._loop.finished(), leave)
 
         def leave() -> None:
             self._acknowledge(message.id)

@@ -109,6 +109,9 @@ def _place(asked: Asked, name: str, datatype: str, shape: Shape) -> Value:
     for several responses, which are written one after the other.
     """
     request = asked.request
+    own = asked.prepared.own_place(name, datatype, shape)
+    if own is not None:
+        return own
     if asked.ensemble.cached is None and -1 not in shape and not asked.plan.responses:
         for tensor in asked.plan.outputs:
             if tensor.name != name or not tensor.aligned or tensor.datatype != datatype or datatype == datatypes.BYTES:

@@ -10,8 +10,9 @@ Broker → worker:                         descriptors
     RetireRegion, AskRegion              -
     BindPlan, DropPlan                   -
     AttachChannel                        channel memfd, ledger memfd, eventfd, write end of the client's pipe
+    OpenSession                          a connected session socket
     DetachChannel, Drain, Ping           -
-Worker → broker, unasked (id 0): Ready (once), ChannelBroken, RegionIdle.
+Worker → broker, unasked (id 0): Ready (once), ChannelBroken, RegionIdle, WantSession.
 """
 
 from __future__ import annotations
@@ -133,6 +134,7 @@ class DropPlan(LinkMessage, frozen=True, kw_only=True, tag=True):
     generation: int
 
 
+    step: bool = False  # see `shm.messages.PrepareStep`
 class AttachChannel(LinkMessage, frozen=True, kw_only=True, tag=True):
     """Serve it. What a previous worker left in it is taken over; that one's pidfd is readable by now."""
 
@@ -147,6 +149,7 @@ class DetachChannel(LinkMessage, frozen=True, kw_only=True, tag=True):
     channel: int
 
 
+    steps: bool = False  # it is a worker's, for steps of ensembles: served until that worker has let it go
 class Drain(LinkMessage, frozen=True, kw_only=True, tag=True):
     """Take no new work, finish what was accepted (queued requests included), answer, exit with status 0."""
 
@@ -163,6 +166,10 @@ class Ready(LinkMessage, frozen=True, kw_only=True, tag=True):
 
 class Acknowledged(LinkMessage, frozen=True, kw_only=True, tag=True):
     detail: str = ""
+class OpenSession(LinkMessage, frozen=True, kw_only=True, tag=True):
+    """A connected session socket comes along, as a client's (`shm.messages`): what `WantSession` asked for."""
+
+
 
 
 class Refused(LinkMessage, frozen=True, kw_only=True, tag=True):
@@ -185,6 +192,10 @@ class ChannelBroken(LinkMessage, frozen=True, kw_only=True, tag=True):
 
 
 ToWorker = (
+class WantSession(LinkMessage, frozen=True, kw_only=True, tag=True):
+    """An ensemble has members in other workers: their steps go there as requests of a session of this worker."""
+
+
     Start
     | LoadInstances
     | UnloadModel
@@ -198,11 +209,12 @@ ToWorker = (
     | Drain
     | Ping
 )
-ToBroker = Ready | Acknowledged | Refused | ChannelBroken | RegionIdle
+ToBroker = Ready | Acknowledged | Refused | ChannelBroken | RegionIdle | WantSession
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 _to_broker: msgspec.msgpack.Decoder[ToBroker] = msgspec.msgpack.Decoder(ToBroker)
+    | OpenSession
 
 
 def encode(message: LinkMessage) -> bytes:

@@ -14,6 +14,7 @@ from broker.worker import backends, resizing
 from broker.worker.cache import ResponseCache
 from broker.worker.cached import Cached
 from broker.worker.ensemble import Ensemble
+from broker.worker.ensemble_remote import Elsewhere, SpreadEnsemble
 from broker.worker.loop import Loop
 from broker.worker.messages import LoadInstances
 from broker.worker.model import MISSING, LoadedModel
@@ -37,9 +38,10 @@ class ModelTable:
     `lock` also guards whether a plan is open and simple: a load must not open again what the control thread closes.
     """
 
-    def __init__(self, loop: Loop, cache: ResponseCache | None = None) -> None:
+    def __init__(self, loop: Loop, cache: ResponseCache | None = None, elsewhere: Elsewhere | None = None) -> None:
         self._loop = loop
         self._cache = cache
+        self._elsewhere = elsewhere  # the way to members in other workers
         self.lock = threading.Lock()
         self._versions: dict[str, dict[int, LoadedModel]] = {}
         self._signatures: dict[object, object] = {}
@@ -96,7 +98,7 @@ class ModelTable:
             model.streams = Streams(config) if config.decoupled else None
             if config.ensemble is not None:
                 model.load_ensemble(blocks[0])
-                model.ensemble = Ensemble(model, self, self._loop.submit, self._loop.take_back)
+                model.ensemble = self._ensemble(model)
             else:
                 model.load(backends.find(config), directory, blocks)
             cache = self._cache if config.response_cache and blocks else None
@@ -111,6 +113,13 @@ class ModelTable:
         with self.lock:
             self._versions.setdefault(config.name, {})
         return model
+
+    def _ensemble(self, model: LoadedModel) -> Ensemble:
+        submit, take_back = self._loop.submit, self._loop.take_back
+        if not model.config.remote:
+            return Ensemble(model, self, submit, take_back)
+        assert self._elsewhere is not None
+        return SpreadEnsemble(model, self, submit, take_back, self._elsewhere)
 
     def publish(self, model: LoadedModel, plans: Plans) -> None:
         """Serve with `model` from now on; what is queued for the one it replaces still runs there.
@@ -162,6 +171,17 @@ class ModelTable:
     def bind(self, plan: Plan) -> None:
         """Give a new plan its model. It is among the plans that a load sees by now."""
         self._settle(plan)
+        with self.lock:
+            if plan.step and plan.model is not None and plan.closed is None:
+                plan.pinned = plan.model
+                plan.pinned.pins += 1
+
+    def release(self, plan: Plan) -> None:
+        """A plan has been dropped: a model that was there for it alone may go."""
+        with self.lock:
+            pinned, plan.pinned = plan.pinned, None
+            if pinned is not None:
+                pinned.pins -= 1
 
     def pin(self, steps: Iterable[Step]) -> list[LoadedModel]:
         """The model of each step of an ensemble, not closed before `unpin`. Raises InferError UNAVAILABLE."""
@@ -213,7 +233,7 @@ class ModelTable:
         with self.lock:  # until it is done: a load and a bind may settle the same plan at once
             versions = self._versions.get(plan.model_name, {})
             model = versions.get(plan.version or max(versions, default=0))
-            if plan.closed not in UNTIL_A_LOAD:
+            if plan.closed not in UNTIL_A_LOAD or plan.pinned is not None:
                 return
             if model is None or not _fits(plan, model):
                 plan.close(MISSING if model is None else CHANGED)

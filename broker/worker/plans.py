@@ -93,6 +93,7 @@ class Plan:
         "output_positions",
         "outputs",
         "owner",
+        "pinned",
         "reads",
         "refused_until_ns",
         "responses",
@@ -102,6 +103,7 @@ class Plan:
         "shared",
         "signature",
         "simple",
+        "step",
         "version",
     )
 
@@ -114,6 +116,8 @@ class Plan:
         self.input_positions, self.output_positions = message.input_positions, message.output_positions
         self.rows = message.rows
         self.owner = message.owner
+        self.step = message.step  # of an ensemble in another worker: it keeps its model
+        self.pinned: LoadedModel | None = None
         self.responses = message.responses  # places for them in one output position; 0: one response
         self.retryable = message.retryable
         self.refused_until_ns = message.refused_until_ns
@@ -148,7 +152,7 @@ class Plan:
 
     def simplify(self) -> None:
         """Decide again whether admission may skip everything but the busy flag."""
-        self.simple = not (self.closed or self.crowded or self.shared)
+        self.simple = not (self.closed or self.crowded)
 
     def changed_size(self) -> str:
         """The name of a system region of this plan that was truncated, or ""."""

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from broker.repository.config import InstanceGroup, ModelConfig, TensorConfig
-from broker.repository.ensembles import check_available, check_members, cycle, is_decoupled, labels, members
+from broker.repository.ensembles import (
+    check_available,
+    check_members,
+    cycle,
+    is_decoupled,
+    labels,
+    members,
+    worker_group,
+)
 from broker.repository.scheduling import Ensemble, Step
 from shm.errors import InferError
 
@@ -150,10 +159,23 @@ def test_an_input_without_a_tensor_must_be_optional():
     )
 
 
+def test_an_ensemble_is_where_most_of_its_members_are_else_where_the_first_is():
+    def group(*groups: str) -> str:
+        names = [f"m{at}" for at in range(len(groups))]
+        steps = [step(name, "IN", f"t{at}") for at, name in enumerate(names)]
+        configs = [identity(n, 16, parameters={"worker_group": g}) for n, g in zip(names, groups, strict=True)]
+        return worker_group(ensemble(*steps), {config.name: config for config in configs})
+
+    assert [group("a"), group("a", "b"), group("b", "a"), group("a", "b", "b"), group("a", "b", "a")] == list("aabba")
+
+
 def test_what_a_worker_cannot_run():
     one = step("a", "IN", "OUT")
-    assert "the same parameter `worker_group`" in refusal(
-        ensemble(one), identity("a", 16, parameters={"worker_group": "other"})
+    two = step("b", "IN", "more")
+    here, there = identity("a", 16), identity("b", 16, parameters={"worker_group": "other"})
+    accept(ensemble(one, two), here, there)
+    assert "all its members must be in one worker group" in refusal(
+        ensemble(one, two), here, replace(there, decoupled=True)
     )
 
 

@@ -1,0 +1,153 @@
+"""The way of an ensemble's steps to one other worker: a channel like a client's, and a line for what cannot go yet.
+
+Made by `broker.worker.ensemble_remote_session`, whose thread reaps. Steps wait in line while the channel is being
+opened, while their plan is being prepared, or while all slots are taken; they leave it in the order in which they came,
+so that steps of a sequence keep their order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol, final
+
+from shm.admission import EXPIRED, Request, Verdict
+from shm.client_channel import ClientChannel, Settles
+from shm.errors import Code, InferError
+
+
+class Sends(Settles, Protocol):
+    """A step on its way. `ident`: in the channel, 0 before it is there."""
+
+    step: Request
+    ident: int
+
+    def word(self) -> int:
+        """Its plan's, 0 while that is being prepared. Raises InferError if it cannot be had."""
+
+    def fail(self, verdict: Verdict) -> None:
+        """It never got to the other worker."""
+
+
+@final
+class Lane:
+    """From any thread, but for what says otherwise.
+
+    `stir` wakes the session's thread; `reopen` asks for the channel.
+    """
+
+    def __init__(self, worker: str, stir: Callable[[], None], reopen: Callable[[Lane], None]) -> None:
+        self.worker = worker
+        self._stir = stir
+        self._reopen = reopen
+        self._lock = threading.Lock()
+        self._line: deque[Sends] = deque()
+        self._sends: dict[Request, Sends] = {}  # waiting, or in the channel
+        self._channel: ClientChannel | None = None
+        self._opening = False
+
+    def submit(self, sends: Sends) -> None:
+        """It ends by `settle` or `fail`, once."""
+        with self._lock:
+            self._sends[sends.step] = sends
+            passes = not self._line and self._pass(sends)
+            if not passes:
+                self._line.append(sends)
+            opens = self._channel is None and not self._opening
+            self._opening = self._opening or opens
+        if opens:
+            self._reopen(self)
+        if not passes:
+            self._stir()
+
+    def cancel(self, step: Request) -> None:
+        """Nobody wants what it would write: it ends at once if it waits, here or there; else when it has run."""
+        with self._lock:
+            sends = self._sends.get(step)
+            waits = sends is not None and sends in self._line
+            if sends is not None and waits:
+                self._line.remove(sends)
+                del self._sends[step]
+        if sends is None:
+            return
+        if waits:
+            sends.fail((Code.CANCELLED, "the request was cancelled"))
+        elif self._channel is not None:
+            self._channel.cancel(sends.ident)
+
+    def ended(self, sends: Sends) -> None:
+        """It has its completion; called by `settle`."""
+        with self._lock:
+            self._sends.pop(sends.step, None)
+
+    def _pass(self, sends: Sends) -> bool:
+        """Let it go into the channel, if it can. With the lock."""
+        channel = self._channel
+        if channel is None:
+            return False
+        try:
+            word = sends.word()
+        except InferError:
+            return False  # the thread tells
+        if not word:
+            return False
+        _, _, request_id, deadline, _, _, rows, sequence_id, flags, priority, *_ = sends.step.entry
+        sends.ident = channel.submit(sends, word, 0, 0, rows, deadline, request_id, priority, flags, sequence_id)
+        return sends.ident != 0
+
+    # --- of the session's thread --------------------------------------------------------------------------------
+
+    def opened(self, channel: ClientChannel) -> None:
+        """It can go."""
+        channel.role.acquire()  # nobody else reaps
+        with self._lock:
+            self._channel, self._opening = channel, False
+
+    def failed(self, error: InferError) -> None:
+        """There is no channel; whoever comes next has it asked for again."""
+        with self._lock:
+            self._opening = False
+            line, self._line = self._line, deque()
+            for sends in line:
+                del self._sends[sends.step]
+        for sends in line:
+            sends.fail((Code[error.code], error.message))
+
+    def rung(self) -> None:
+        """The worker says that it has completed something."""
+        assert self._channel is not None
+        self._channel.drain_pipe()
+
+    def rest(self) -> bool:
+        """Ask to be rung. Is there anything to look for, should nobody ring?"""
+        channel = self._channel
+        if channel is not None and channel.rest():
+            self._stir()
+        return bool(self._line) or (channel is not None and channel.outstanding > 0)
+
+    def look(self, now: int) -> None:
+        """Settle what has ended, and let go what can."""
+        channel = self._channel
+        if channel is not None:
+            while channel.reap():
+                pass
+        ends: list[tuple[Sends, Verdict]] = []
+        with self._lock:
+            for sends in [each for each in self._line if 0 < each.step.deadline <= now]:
+                self._line.remove(sends)
+                ends.append((sends, EXPIRED))
+            while self._line:
+                sends = self._line[0]
+                try:
+                    sends.word()
+                except InferError as error:
+                    ends.append((sends, (Code[error.code], error.message)))
+                else:
+                    if not self._pass(sends):
+                        break
+                self._line.popleft()
+            for sends, _ in ends:
+                del self._sends[sends.step]
+        for sends, verdict in ends:
+            sends.fail(verdict)

@@ -1,0 +1,205 @@
+"""One request for an ensemble with members in other workers, and its steps that run there.
+
+Made by `broker.worker.ensemble_remote`. What differs from other runs is where tensors lie, and how the end of a step
+elsewhere becomes the end of the step's request here.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from typing import TYPE_CHECKING, final
+
+from broker.worker.ensemble_remote_channel import Lane
+from broker.worker.ensemble_remote_plans import Bound, SharedPrepared
+from broker.worker.ensemble_run import Run
+from broker.worker.ensemble_steps import Asked, plan_of
+from broker.worker.plans import PlacedTensor, Plan
+from broker.worker.running import check_sizes
+from shm import datatypes
+from shm.admission import Request, Verdict
+from shm.errors import Code, InferError
+from shm.layout import CODE_MASK
+
+if TYPE_CHECKING:
+    from broker.worker.ensemble_remote import SpreadEnsemble
+
+# What `broker.worker.binding.deliver` says of an output that is larger than its room.
+_TOO_SMALL = re.compile(r"output '(.+?)' \(\d+ bytes\) should be at least (\d+) bytes")
+_LENGTH = struct.Struct("<I")
+
+
+class SpreadRun(Run):
+    """See `Run`. `bound` and `grown` concern one step, of which nobody else is at work."""
+
+    __slots__ = ()
+    _ensemble: SpreadEnsemble
+    _prepared: SharedPrepared
+
+    def bound(self, step: Request) -> Bound:
+        """The plan of a step elsewhere."""
+        return self._prepared.bound[step.slot]
+
+    def grown(self, step: Request, output: str, byte_size: int) -> Bound | None:
+        """The plan with room for so many bytes of an output; None if the step must not run again. Raises InferError."""
+        at = step.slot
+        member, described = self._ensemble.remote[at], self._ensemble.graph.steps[at]
+        name = described.output_map.get(output)
+        if name is None:
+            return None
+        rooms = self._ensemble.rooms
+        if byte_size <= rooms.get(name, 0):  # others have found out meanwhile
+            byte_size = rooms[name]
+        else:
+            byte_size = rooms[name] = 1 << (byte_size - 1).bit_length()
+        if member.sequences or not member.retry:
+            return None
+        prepared, model = self._prepared, self._members[at]
+        asked = Asked(self._request, self._plan, self._ensemble.model, prepared)
+        plan = prepared.plans[at] = plan_of(asked, described, model, self._values)
+        self._ensemble.adopt(plan, model)
+        step.plan = plan
+        return prepared.bind(at, plan, described, member, self._plan.owner)
+
+    def give_up(self) -> None:
+        """A step elsewhere takes too long, while nothing else runs here."""
+        self._fail(InferError(Code.UNAVAILABLE, "a step in another worker did not end in time"))
+        self.withdraw()
+
+    # --- as a run -------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """The client's tensors, copied: its memory is nobody else's business."""
+        request, model, prepared = self._request, self._ensemble.model, self._prepared
+        check_sizes(self._plan)
+        for tensor in self._plan.inputs:
+            data = tensor.memory(request.input_position, request.rows)
+            shape = model.shape(tensor.name, tensor.shape_of(request.rows))
+            value = prepared.shared(tensor.name, tensor.datatype, shape, data.size)
+            target = value.region.bytes[value.offset : value.offset + data.size]
+            target[:] = data
+            self._values[tensor.name] = value
+            self._ensemble.count_copy("policy", data.size)
+            request.copied += data.size
+            if model.cached is not None:
+                self._copies.append(target)
+
+    def _request_of(self, at: int) -> Request:
+        member = self._ensemble.remote.get(at)
+        if member is None:
+            return super()._request_of(at)
+        step = self._ensemble.graph.steps[at]
+        for name in step.input_map.values():
+            value = self._values.get(name)
+            if value is not None and value.region.info.kind == "private":  # its size was not known before
+                shared = self._prepared.shared(name, value.datatype, value.shape, value.byte_size)
+                end = shared.offset + value.byte_size
+                shared.region.bytes[shared.offset : end] = value.region.bytes[value.offset :][: value.byte_size]
+                self._values[name] = shared
+                self._ensemble.count_copy("output", value.byte_size)
+                self._request.copied += value.byte_size
+        request = super()._request_of(at)
+        plan = request.plan
+        assert isinstance(plan, Plan)
+        self._prepared.bind(at, plan, step, member, self._plan.owner)
+        return request
+
+    def _collect(self, step: Request) -> list[int]:
+        if step.code or step.slot not in self._ensemble.remote:
+            return super()._collect(step)
+        request, plan = self._request, step.plan
+        assert isinstance(plan, Plan)
+        request.queue_ns += step.queue_ns
+        request.input_ns += step.input_ns
+        request.infer_ns += step.infer_ns
+        request.output_ns += step.output_ns
+        names = self._ensemble.graph.steps[step.slot].output_map
+        words = list(struct.unpack(f"<{len(step.note) // 8}Q", step.note))
+        written = []
+        for tensor in plan.outputs:
+            name = names[tensor.name]
+            value = self._prepared.places[name]
+            if tensor.open:
+                rank = words.pop(0)
+                shape, words = tuple(words[:rank]), words[rank:]
+                value = value._replace(shape=shape, byte_size=_byte_size(tensor, shape))
+            self._values[name] = value
+            written.append(name)
+        return self._progress.wrote(written)
+
+    def _finish(self) -> None:
+        super()._finish()
+        if self._request.code:  # else it was kept for the next run
+            self._prepared.dispose()
+
+
+@final
+class RemoteStep:
+    """A step on its way through another worker's channel. Implements `broker.worker.ensemble_remote_channel.Sends`."""
+
+    __slots__ = ("_bound", "_lane", "_run", "ident", "step")
+
+    def __init__(self, run: SpreadRun, step: Request, lane: Lane, bound: Bound) -> None:
+        self._run = run
+        self._lane = lane
+        self._bound = bound
+        self.step = step
+        self.ident = 0
+
+    def word(self) -> int:
+        """See `Sends`."""
+        return self._bound.word()
+
+    def settle(self, entry: tuple[int, ...], note: bytes) -> None:
+        """It has ended there."""
+        step = self.step
+        self._lane.ended(self)
+        code = Code(entry[2] & CODE_MASK)
+        step.queue_ns, step.input_ns, step.infer_ns, step.output_ns = entry[3:7]
+        if not code:
+            step.note = note
+        elif self._runs_again(code, text := note.rstrip(b"\0").decode(errors="replace")):
+            return
+        else:
+            step.fail(code, text)
+        step.channel.complete((step,))
+
+    def fail(self, verdict: Verdict) -> None:
+        """See `Sends`."""
+        self.step.fail(*verdict)
+        self.step.channel.complete((self.step,))
+
+    def _runs_again(self, code: Code, text: str) -> bool:
+        """Was there too little room for an output? Then it runs again with more."""
+        match = _TOO_SMALL.search(text) if code == Code.INVALID_ARG else None
+        if match is None:
+            return False
+        try:
+            bound = self._run.grown(self.step, match[1], int(match[2]))
+        except InferError:
+            return False
+        if bound is None:
+            return False
+        self._lane.submit(RemoteStep(self._run, self.step, self._lane, bound))
+        return True
+
+
+def _byte_size(tensor: PlacedTensor, shape: tuple[int, ...]) -> int:
+    """Of an output whose shape another worker has told. Raises InferError if it does not fit where it was to lie."""
+    room = tensor.place.byte_size
+    if tensor.datatype != datatypes.BYTES:
+        size = datatypes.byte_size(tensor.datatype, shape)
+    else:
+        size, memory = 0, tensor.memory(0).data
+        for _ in range(datatypes.element_count(shape)):
+            if size + _LENGTH.size > room:
+                size = room + 1
+                break
+            size += _LENGTH.size + _LENGTH.unpack_from(memory, size)[0]
+    if size > room:
+        raise InferError(
+            Code.INTERNAL,
+            f"output '{tensor.name}' is said to have the shape {datatypes.shape_text(shape)}, which does not fit into"
+            f" its {room} bytes",
+        )
+    return size
