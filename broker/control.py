@@ -183,6 +183,14 @@ async def prepare(control: Control, peer: Peer, request: messages.Prepare) -> An
     return Answer(await control.plans.prepare(peer.session, request, owner))
 
 
+async def prepare_step(control: Control, peer: Peer, request: messages.PrepareStep) -> Answer:
+    """The same for a step of an ensemble."""
+    if peer.role != WORKER:
+        raise InferError(Code.INVALID_ARG, "only the broker's own workers prepare steps of ensembles")
+    prepared = control.plans.prepare(peer.session, request.plan, request.owner, step=True, retry=request.retry)
+    return Answer(await prepared)
+
+
 async def release(control: Control, peer: Peer, request: messages.Release) -> Answer:
     """Forget a plan."""
     control.plans.release(peer.session, request.index, request.generation)
@@ -199,14 +207,6 @@ async def open_channel(control: Control, peer: Peer, request: messages.OpenChann
 async def close_channel(control: Control, peer: Peer, request: messages.CloseChannel) -> Answer:
     """Answered when the worker is idle on it."""
     await control.channels.close(peer.session, request.channel)
-async def prepare_step(control: Control, peer: Peer, request: messages.PrepareStep) -> Answer:
-    """The same for a step of an ensemble."""
-    if peer.role != WORKER:
-        raise InferError(Code.INVALID_ARG, "only the broker's own workers prepare steps of ensembles")
-    prepared = control.plans.prepare(peer.session, request.plan, request.owner, step=True, retry=request.retry)
-    return Answer(await prepared)
-
-
     return Answer(messages.Done())
 
 
@@ -273,6 +273,7 @@ _ANSWERS: dict[type[Message], Callable[[Control, Peer, Any], Awaitable[Answer]]]
     messages.Unregister: unregister,
     messages.ListRegions: list_regions,
     messages.Prepare: prepare,
+    messages.PrepareStep: prepare_step,
     messages.Release: release,
     messages.OpenChannel: open_channel,
     messages.CloseChannel: close_channel,
@@ -282,4 +283,3 @@ _ANSWERS: dict[type[Message], Callable[[Control, Peer, Any], Awaitable[Answer]]]
     messages.GetStatus: get_status,
     messages.UnloadModel: unload_model,
 }
-    messages.PrepareStep: prepare_step,

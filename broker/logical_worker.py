@@ -39,8 +39,8 @@ from broker.worker.messages import (
     RegionIdle,
     RetireRegion,
     Start,
-    WantSession,
     UnloadModel,
+    WantSession,
 )
 from broker.worker_process import Exit, ProcessDied, WorkerProcess
 from broker.zygote_link import StartFailed, Zygote
@@ -390,15 +390,15 @@ class Worker:
         if isinstance(message, AttachChannel) and (record := self._records.pop(message.channel, None)) is not None:
             # Nobody would ever look at this channel again: what waits in it ends now, and its client must know.
             end((record,), f"worker '{self.key}' cannot serve this channel any more: {reason}", time.monotonic_ns())
-        elif self._state.process is not None:
-            self._owner.on_session_wanted(self._state.process)
             self._owner.on_channel_broken(message.channel, f"worker '{self.key}' cannot serve it any more: {reason}")
 
     def _noticed(self, message: ChannelBroken | RegionIdle | WantSession) -> None:
         if isinstance(message, RegionIdle):
             self._uses.idle((message.region, message.generation))
-        else:
+        elif isinstance(message, ChannelBroken):
             self._owner.on_channel_broken(message.channel, message.reason)
+        elif self._state.process is not None:
+            self._owner.on_session_wanted(self._state.process)
 
     def _describe(self) -> str:
         death = f", its last process: {self.last_death}" if self.last_death else ""

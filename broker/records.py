@@ -44,8 +44,8 @@ class ChannelRecord:
     ledger: int  # sealed memfd that only worker and broker see
     bell: int  # eventfd: client → worker
     pipe_write: int  # worker → client; kept so that the client sees POLLHUP only when broker and worker are gone
-
     steps: bool = False  # the client is another worker: its requests are steps of ensembles
+
     def close(self) -> None:
         """Close what the broker keeps. The worker must be idle on the channel."""
         close_all((self.memory, self.ledger, self.bell, self.pipe_write))

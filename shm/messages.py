@@ -21,8 +21,8 @@ Client → broker (reply):
 Gateway → broker, on behalf of a principal (reply):
     RegisterFor → RegionInfo UnregisterFor → Done     ListFor → Regions
     UseRegion → RegionInfo + 1 fd                Serving → Done
-Broker → client, unasked (id 0): Starting, Goodbye; to gateways: Exiting, Settings (of the log) and
 Worker → broker, for ensembles with members in other workers: PrepareStep → Prepared, beside what any client may ask.
+Broker → client, unasked (id 0): Starting, Goodbye; to gateways: Exiting, Settings (of the log) and
 Tracing when they have changed.
 A reply larger than 64 KiB is sent as `Large` + 1 fd: a memfd that holds the encoded reply.
 """
@@ -132,16 +132,6 @@ class Prepare(Message, frozen=True, kw_only=True, tag=True):
     responses: Responses = 0
 
 
-class Release(Message, frozen=True, kw_only=True, tag=True):
-    """Forget plan `index`. Its requests in flight end as usual."""
-
-    index: Id
-    generation: Id
-
-
-class OpenChannel(Message, frozen=True, kw_only=True, tag=True):
-    worker: Name
-    slots: Annotated[int, msgspec.Meta(ge=1, le=4096)]
 class PrepareStep(Message, frozen=True, kw_only=True, tag=True):
     """Prepare a step of an ensemble for another worker; refused to everybody but the broker's own workers.
 
@@ -154,6 +144,16 @@ class PrepareStep(Message, frozen=True, kw_only=True, tag=True):
     retry: bool = True
 
 
+class Release(Message, frozen=True, kw_only=True, tag=True):
+    """Forget plan `index`. Its requests in flight end as usual."""
+
+    index: Id
+    generation: Id
+
+
+class OpenChannel(Message, frozen=True, kw_only=True, tag=True):
+    worker: Name
+    slots: Annotated[int, msgspec.Meta(ge=1, le=4096)]
 
 
 class CloseChannel(Message, frozen=True, kw_only=True, tag=True):
@@ -286,6 +286,7 @@ Request = (
     | Unregister
     | ListRegions
     | Prepare
+    | PrepareStep
     | Release
     | OpenChannel
     | CloseChannel
@@ -297,7 +298,6 @@ Request = (
     | GetIndex
     | GetServer
     | GetMetrics
-    | PrepareStep
     | LogSettings
     | TraceSettings
     | RegisterFor

@@ -232,6 +232,7 @@ class Control:
         plan = self._plans.get(message.session, {}).pop(message.index | message.generation << 32, None)
         if plan is not None:
             self._models.close(plan, (Code.NOT_FOUND, "the plan was released"))
+            self._models.release(plan)
             self._leaving.append(plan)
             self._prune(message.session)
         return message.id > 0
@@ -242,7 +243,6 @@ class Control:
             self._plans.pop(session, None)
 
     def _let_go(self) -> None:
-            self._models.release(plan)
         """Unmap what closed plans hold, once the last request of each has ended."""
         leaving, self._leaving = self._leaving, []
         idle = [plan for plan in leaving if plan.busy.find(1) < 0]
@@ -274,6 +274,8 @@ class Control:
         self._served.setdefault(message.session, {})[message.channel] = channel
         self._fds[message.channel] = (bell, pipe)
         del fds[2:]  # kept; the other two are mapped and can be closed
+        if message.steps:
+            self._of_steps.add(message.session)
         self._loop.attach(channel, recovery.recover(channel, _now()))
         return True
 
@@ -284,8 +286,6 @@ class Control:
         self._loop.detach(channel)
 
         def idle() -> bool:
-        if message.steps:
-            self._of_steps.add(message.session)
             return all(request is None for request in channel.live)
 
         def gone() -> None:
@@ -296,6 +296,7 @@ class Control:
             del self._served[session][message.channel]
             if not self._served[session]:
                 del self._served[session]
+                self._of_steps.discard(session)
             self._prune(session)
             self._acknowledge(message.id)
 
@@ -305,8 +306,11 @@ class Control:
     def _report_broken(self, channel: WorkerChannel) -> None:
         self._link.send(messages.ChannelBroken(channel=channel.number, reason=channel.broken))
 
+    def _on_OpenSession(self, message: messages.OpenSession, fds: list[int]) -> bool:
+        self._elsewhere.session.connected(socket.socket(fileno=fds.pop()))
+        return True
+
     def _on_Ping(self, message: messages.Ping, fds: list[int]) -> bool:
-                self._of_steps.discard(session)
         return True
 
     # --- the end ------------------------------------------------------------------------------------------------
@@ -316,10 +320,6 @@ class Control:
         tails = [(channel, channel.published()) for channel in self._channels.values()]
 
         def taken() -> bool:
-    def _on_OpenSession(self, message: messages.OpenSession, fds: list[int]) -> bool:
-        self._elsewhere.session.connected(socket.socket(fileno=fds.pop()))
-        return True
-
             return all(channel.head >= tail or bool(channel.broken) for channel, tail in tails)
 
         def close() -> None:

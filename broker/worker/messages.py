@@ -126,6 +126,7 @@ class BindPlan(LinkMessage, frozen=True, kw_only=True, tag=True):
     retryable: bool = True
     owner: int = 0  # see `shm.admission.BoundPlan`
     responses: int = 0  # see `shm.messages.Prepare`
+    step: bool = False  # see `shm.messages.PrepareStep`
 
 
 class DropPlan(LinkMessage, frozen=True, kw_only=True, tag=True):
@@ -134,13 +135,13 @@ class DropPlan(LinkMessage, frozen=True, kw_only=True, tag=True):
     generation: int
 
 
-    step: bool = False  # see `shm.messages.PrepareStep`
 class AttachChannel(LinkMessage, frozen=True, kw_only=True, tag=True):
     """Serve it. What a previous worker left in it is taken over; that one's pidfd is readable by now."""
 
     channel: int
     session: int
     slots: int
+    steps: bool = False  # it is a worker's, for steps of ensembles: served until that worker has let it go
 
 
 class DetachChannel(LinkMessage, frozen=True, kw_only=True, tag=True):
@@ -149,13 +150,16 @@ class DetachChannel(LinkMessage, frozen=True, kw_only=True, tag=True):
     channel: int
 
 
-    steps: bool = False  # it is a worker's, for steps of ensembles: served until that worker has let it go
 class Drain(LinkMessage, frozen=True, kw_only=True, tag=True):
     """Take no new work, finish what was accepted (queued requests included), answer, exit with status 0."""
 
 
 class Ping(LinkMessage, frozen=True, kw_only=True, tag=True):
     """A sign of life is wanted: acknowledged at once, whatever else goes on in the worker."""
+
+
+class OpenSession(LinkMessage, frozen=True, kw_only=True, tag=True):
+    """A connected session socket comes along, as a client's (`shm.messages`): what `WantSession` asked for."""
 
 
 class Ready(LinkMessage, frozen=True, kw_only=True, tag=True):
@@ -166,10 +170,6 @@ class Ready(LinkMessage, frozen=True, kw_only=True, tag=True):
 
 class Acknowledged(LinkMessage, frozen=True, kw_only=True, tag=True):
     detail: str = ""
-class OpenSession(LinkMessage, frozen=True, kw_only=True, tag=True):
-    """A connected session socket comes along, as a client's (`shm.messages`): what `WantSession` asked for."""
-
-
 
 
 class Refused(LinkMessage, frozen=True, kw_only=True, tag=True):
@@ -184,6 +184,10 @@ class RegionIdle(LinkMessage, frozen=True, kw_only=True, tag=True):
     generation: int
 
 
+class WantSession(LinkMessage, frozen=True, kw_only=True, tag=True):
+    """An ensemble has members in other workers: their steps go there as requests of a session of this worker."""
+
+
 class ChannelBroken(LinkMessage, frozen=True, kw_only=True, tag=True):
     """The client of this channel broke a rule of the channel: the broker hangs up its session."""
 
@@ -192,10 +196,6 @@ class ChannelBroken(LinkMessage, frozen=True, kw_only=True, tag=True):
 
 
 ToWorker = (
-class WantSession(LinkMessage, frozen=True, kw_only=True, tag=True):
-    """An ensemble has members in other workers: their steps go there as requests of a session of this worker."""
-
-
     Start
     | LoadInstances
     | UnloadModel
@@ -206,6 +206,7 @@ class WantSession(LinkMessage, frozen=True, kw_only=True, tag=True):
     | DropPlan
     | AttachChannel
     | DetachChannel
+    | OpenSession
     | Drain
     | Ping
 )
@@ -214,7 +215,6 @@ ToBroker = Ready | Acknowledged | Refused | ChannelBroken | RegionIdle | WantSes
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 _to_broker: msgspec.msgpack.Decoder[ToBroker] = msgspec.msgpack.Decoder(ToBroker)
-    | OpenSession
 
 
 def encode(message: LinkMessage) -> bytes:
