@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, final
 
 from broker.supervision import Load, LoadDeaths
-from broker.worker.messages import LinkMessage, LoadInstances
+from broker.worker.messages import UNLOADED, AddRegion, LinkMessage, LoadInstances, UnloadModel
 from broker.worker_process import ProcessDied, WorkerProcess
 from shm.errors import Code, InferError
 
 ANSWER_S = 30.0  # for a worker, or its replacement, to acknowledge
+END_LOAD_S = 10.0  # for a load that is not wanted any more to end by itself; then its process is killed
 LOADS = 4  # at a time in one worker, unless --model-load-thread-count says otherwise
 REPLAYED = 64  # acknowledgements outstanding during a replay
 STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
+
+_log = logging.getLogger(__name__)
 
 K = TypeVar("K", bound=Hashable)
 
@@ -50,6 +55,7 @@ class DesiredState:
     __slots__ = (
         "_alone",
         "_describe",
+        "_ending",
         "_on_lost",
         "_slots",
         "channels",
@@ -83,6 +89,7 @@ class DesiredState:
         self._describe = describe
         self._slots = asyncio.Semaphore(loads)
         self._alone = asyncio.Lock()
+        self._ending: set[asyncio.Task[None]] = set()  # loads that nobody wants any more
 
     async def have(
         self,
@@ -109,6 +116,8 @@ class DesiredState:
         except BaseException as error:
             if not shared or wanted.error is not None:
                 self.abandon(table, key, undo, wanted)
+            if isinstance(error, asyncio.CancelledError) and not shared:
+                self._end_load(wanted)
             if not isinstance(error, TimeoutError):
                 raise
             refusal = self._no_answer(wanted.message, limit_s)
@@ -146,12 +155,49 @@ class DesiredState:
             with contextlib.suppress(ProcessDied):
                 process.post(undo)
 
+    def truncated_regions(self) -> list[AddRegion]:
+        """Those whose file is smaller by now than what of it was registered."""
+        found: list[AddRegion] = []
+        for wanted in self.regions.values():
+            message = wanted.message
+            if isinstance(message, AddRegion) and message.kind == "system":
+                with contextlib.suppress(OSError):
+                    size = os.fstat(wanted.descriptors[0]).st_size
+                    if size < message.offset + message.byte_size:
+                        _log.error("region '%s' was truncated to %d bytes: retired", message.name, size)
+                        found.append(message)
+        return found
+
+    def _end_load(self, wanted: Wanted) -> None:
+        """Nobody wants it any more while the process may still be loading it. What else was sent is undone at once."""
+        process, message = self.process, wanted.message
+        if isinstance(message, LoadInstances) and process is not None and wanted.sent == process.life:
+            task = asyncio.create_task(self._ended(process, message))
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    async def _ended(self, process: WorkerProcess, load: LoadInstances) -> None:
+        undo = UnloadModel(model=load.config.name, version=load.version, generation=load.generation)
+        try:
+            async with asyncio.timeout(END_LOAD_S):
+                had_begun_to_serve = await process.request(undo) == UNLOADED
+            key = load.config.name, load.version, load.generation
+            if had_begun_to_serve and any(supersedes(key, other) for other in self.models):
+                process.kill(f"has unloaded what model '{load.config.name}' is to go on with")  # in place of it
+        except (ProcessDied, InferError):
+            pass  # and with it what it loaded
+        except TimeoutError:
+            self.loading.clear()  # its death is not the fault of what it loads besides
+            what = f"model '{load.config.name}' version {load.version} was unloaded while it was loading"
+            process.kill(f"{what}, and the load did not end within {END_LOAD_S:g} s")
+
     async def bring_models(self) -> None:
         """To a new process, before anything else. Raises ProcessDied."""
-        # A reload that has not succeeded yet comes after what it is to replace: whoever asked for it brings it.
+        # A load that has not succeeded yet is brought by whoever asked for it: it may never end, and a reload comes
+        # after what it is to replace. One that killed processes comes before there are requests it could take along.
         loads = [load for load in self.models if not any(supersedes(load, other) for other in self.models)]
         suspects = [load for load in loads if self.deaths.suspect(load)]
-        crowd = [load for load in loads if load not in suspects]
+        crowd = [load for load in loads if load not in suspects and self.models[load].done]
         await self._bring_all(self.models, crowd, len(crowd))
         await self._bring_all(self.models, suspects, 1)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -47,6 +46,7 @@ from broker.zygote_link import StartFailed, Zygote
 from shm.errors import Code, InferError
 
 LOAD_S = 600.0  # for a worker, or its replacements, to load a model; for a replacement to load all
+COME_UP = 0.5  # of the time there is to stop: for a replacement, whose loads may not end, to end what was accepted
 REST_S = 60.0  # for a replacement to take over regions, plans and channels
 _log = logging.getLogger(__name__)
 
@@ -208,8 +208,8 @@ class Worker:
         descriptors = (record.memory, record.ledger, record.bell, record.pipe_write)
         self._records[record.channel] = record
         try:
-            undo = DetachChannel(channel=record.channel)
-            await self._state.have(self._state.channels, record.channel, Wanted(message, descriptors), undo)
+            wanted, undo = Wanted(message, descriptors), DetachChannel(channel=record.channel)
+            await self._state.have(self._state.channels, record.channel, wanted, undo)
         except BaseException:
             self._records.pop(record.channel, None)
             raise
@@ -247,7 +247,7 @@ class Worker:
         state = self._state
         state.stopping.set()
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(timeout if state.up.is_set() else timeout * COME_UP):
                 await state.up.wait()
                 if state.process is not None:
                     state.process.post(Drain())
@@ -326,6 +326,7 @@ class Worker:
                 if self._offenders.ending(session, model, now_ns):
                     self._refuse(plans, session, model, now_ns + REFUSAL_NS)
         self._owner.blocks.abandon(tuple(self.instances))
+        self._was_ready |= bool(self._state.loading)  # there is a limit to deaths of loads: no need to wait in between
         self._given_up = self._state.deaths.died(self._state.loading)
 
     def _refuse(self, plans: PlanBook, session: int, model: str, until_ns: int) -> None:
@@ -342,7 +343,9 @@ class Worker:
         delay_s = self._back_off.after_death(self._was_ready)
         _log.error("worker '%s' (pid %d): %s; next start in %g s", self.key, pid, ended.text, delay_s)
         if ended.signal == signal.SIGBUS:
-            self._quarantine_shrunk()
+            # Was a region truncated? Given to the replacement it would kill that too.
+            for region in self._state.truncated_regions():
+                self._owner.quarantine(region.region, region.generation)
         if self._given_up is not None:
             self._give_up(self._given_up, ended.text)
         await self._pause(delay_s)
@@ -361,18 +364,6 @@ class Worker:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(delay_s):
                     await self._state.stopping.wait()
-
-    def _quarantine_shrunk(self) -> None:
-        """A SIGBUS: was a region truncated? Given to the replacement it would kill that too."""
-        for wanted in tuple(self._state.regions.values()):
-            message = wanted.message
-            if not isinstance(message, AddRegion) or message.kind != "system":
-                continue
-            with contextlib.suppress(OSError):
-                size = os.fstat(wanted.descriptors[0]).st_size
-                if size < message.offset + message.byte_size:
-                    _log.error("region '%s' was truncated to %d bytes: retired", message.name, size)
-                    self._owner.quarantine(message.region, message.generation)
 
     def _give_up(self, load: Load, death: str) -> None:
         limit = self._state.deaths.limit

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable
-from typing import NoReturn, final
+from collections.abc import Callable, Collection, Coroutine, Iterable
+from typing import Any, NoReturn, final
 
 from msgspec.structs import replace
 
@@ -19,6 +19,7 @@ from broker import polling
 from broker.catalogue import READY, UNAVAILABLE, UNLOADED, Catalogue, Model
 from broker.ensemble_members import as_members_are, ensembles_of, members_first, misfit
 from broker.loading import results
+from broker.loads import Loads, cancel
 from broker.overrides import Override, Overrides
 from broker.repository.config import CHANGED, LoadFailure, ModelConfig
 from broker.repository.ensembles import members
@@ -34,7 +35,7 @@ NOT_EXPLICIT = (
     "explicit model load / unload is not allowed if polling is enabled: start the broker with "
     "--model-control-mode=explicit"
 )
-SETTLE_S = 1.0  # between two looks at something that is changing
+POLL_LOADS_S = 5.0  # of loads that a look brought about; then the next look is taken while they go on
 BAD_OVERRIDE = "Invalid config override: "
 
 _log = logging.getLogger(__name__)
@@ -55,13 +56,13 @@ class Models(Catalogue):
         "_ensembles",
         "_explicit",
         "_life",
+        "_loads",
         "_overrides",
-        "_polls",
+        "_poll",
         "_request",
         "_startup",
         "_turns",
         "_waiting",
-        "_watch",
         "_workers",
     )
 
@@ -79,18 +80,24 @@ class Models(Catalogue):
         super().__init__(workers.blocks)
         self._workers = workers
         self._request = request
-        self._explicit, self._polls = control_mode == "explicit", control_mode == "poll"
+        self._explicit = control_mode == "explicit"
         self._startup = startup_models if self._explicit else ("*",)
         self._overrides = Overrides(directory)
         self._life = VersionLife(workers, self, self._overrides, loads=loads, retries=retries)
+        self._loads = Loads()
         # Loads and unloads of one model take turns, also of names that there is no model of.
         self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._waiting: dict[str, asyncio.Task[None]] = {}  # loads that have not looked at the files yet
         self._again: set[asyncio.Task[None]] = set()
         # Those that are to serve whenever their members let them, as they were read.
         self._ensembles: dict[str, ModelConfig] = {}
-        self._watch: polling.Watch | None = None
+        self._poll = polling.Poll(request.repositories, self._follow) if control_mode == "poll" else None
         workers.on_model_lost = self._lost
+
+    async def stop(self) -> None:
+        """End the loads that are under way; none begins any more."""
+        await cancel(tuple(self._again))
+        await self._loads.stop()
 
     def close(self) -> None:
         """Remove what came with loads."""
@@ -107,38 +114,23 @@ class Models(Catalogue):
         if not self._startup:
             report(0, 0)
             return
-        if self._polls:
-            first = await asyncio.to_thread(polling.manifests, self._request.repositories)
-            self._watch = polling.Watch(first or {})
+        if self._poll is not None:
+            await self._poll.begin()
         await self._load_many(() if "*" in self._startup else self._startup, report)
 
     async def keep_polling(self, poll_s: float) -> None:
-        """Control mode poll, until cancelled. Whatever is in the repositories, this goes on."""
-        wait_s = poll_s
-        while True:
-            await asyncio.sleep(wait_s)
-            try:
-                restless = await self._poll()
-            except InferError as error:
-                _log.error("failed to poll the model repositories: %s", error.message)
-                restless = False
-            except Exception:
-                _log.exception("failed to poll the model repositories")
-                restless = False
-            wait_s = min(SETTLE_S, poll_s) if restless else poll_s
+        """Control mode poll, after `start`, until cancelled. Whatever is in the repositories, this goes on."""
+        assert self._poll is not None
+        await self._poll.keep_on(poll_s)
 
-    async def _poll(self) -> bool:
-        """Do what has become due. Returns whether something is still changing."""
-        assert self._watch is not None
-        now = await asyncio.to_thread(polling.manifests, self._request.repositories)
-        if now is None:  # a repository that cannot be read has lost nothing
-            return False
-        changes = self._watch.look(now)
+    async def _follow(self, changes: polling.Changes) -> None:
+        for name in (*changes.deleted, *changes.changed):
+            await self._loads.end(name)  # of files that are not there any more
         for name in changes.deleted:
             await self._unload_all(name)
         if changes.changed:
-            await self._load_many(changes.changed, lambda done, total: None)
-        return changes.restless
+            loads = self._follow_up(self._load_many(changes.changed, lambda done, total: None))
+            await asyncio.wait((loads,), timeout=POLL_LOADS_S)
 
     async def _load_many(self, names: Iterable[str], report: _Report) -> None:
         """Load models (none named: all): plain ones while the loader reads the next, then ensembles, members first."""
@@ -146,10 +138,16 @@ class Models(Catalogue):
         found: dict[str, ModelConfig] = {}
         loads: list[asyncio.Task[None]] = []
 
-        async def load(config: ModelConfig) -> None:
-            nonlocal done
+        async def serve(config: ModelConfig) -> None:
             async with self._turn(config.name):
                 await self._serve(config)
+
+        async def load(config: ModelConfig) -> None:
+            nonlocal done
+            try:
+                await self._loads.run(config.name, serve(config))
+            except InferError as error:
+                _log.error("%s", error.message)
             done += 1
             report(done, total)
 
@@ -204,6 +202,7 @@ class Models(Catalogue):
         if task is None:
             task = self._waiting[model] = asyncio.create_task(self._load_one(model, Override()))
             task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+            task.add_done_callback(lambda ended: self._begun(model, ended))
         await asyncio.shield(task)
 
     async def unload(self, model: str, dependents: bool = False) -> None:
@@ -213,6 +212,7 @@ class Models(Catalogue):
         ensemble too, unless another one that is loaded needs them.
         """
         self._need_explicit()
+        await self._loads.end(model)
         config = self.serving(model)
         problems = await self._unload_all(model)
         if dependents and config is not None and config.ensemble is not None:
@@ -225,8 +225,16 @@ class Models(Catalogue):
                 Code.INTERNAL, f"failed to unload '{model}', versions that are still available: {versions}"
             )
 
+    def _begun(self, model: str, load: asyncio.Task[None] | None) -> None:
+        """Whoever asks from now on gets another load."""
+        if self._waiting.get(model) is load:
+            del self._waiting[model]
+
     async def _load_one(self, model: str, override: Override, above: tuple[str, ...] = ()) -> None:
         """`above`: the ensembles that it is loaded for, outermost first."""
+        await self._loads.run(model, self._load_now(model, override, above))
+
+    async def _load_now(self, model: str, override: Override, above: tuple[str, ...]) -> None:
         try:
             async with self._turn(model):
                 if override == Override():
@@ -362,16 +370,22 @@ class Models(Catalogue):
         _log.error("failed to load '%s' version %d: %s", model, number, reason)
         version.state, version.reason, version.generation = UNAVAILABLE, reason, 0
         # What served and cannot be had again, because its files have changed: what is there now is.
-        follow_up = self._load_again(model) if CHANGED in reason else self._changed(model)
-        task = asyncio.create_task(follow_up, name=f"after the loss of {model}")
+        follow_up = self._load_many((model,), lambda done, total: None) if CHANGED in reason else self._changed(model)
+        self._follow_up(follow_up)
+
+    def _follow_up(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._told(work), name="loads that nobody waits for")
         self._again.add(task)
         task.add_done_callback(self._again.discard)
+        return task
 
-    async def _load_again(self, model: str) -> None:
+    async def _told(self, work: Coroutine[Any, Any, None]) -> None:
         try:
-            await self._load_many((model,), lambda done, total: None)
+            await work
         except InferError as error:
-            _log.error("failed to load '%s' again: %s", model, error.message)
+            _log.error("%s", error.message)
+        except Exception:
+            _log.exception("a load failed by a defect of the broker")
 
     async def index(self, *, ready: bool = False) -> list[IndexEntry]:
         """Triton's repository index: what was ever loaded by version, the rest of the repositories by name."""

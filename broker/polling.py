@@ -1,20 +1,27 @@
 """Control mode poll: what has changed in the model repositories, and whether it is complete.
 
-Used by `broker.models`. `manifests` reads the disk; `Watch` is the state machine on what it finds. A model counts as
+Used by `broker.models`. `Poll` looks every now and then; `manifests` reads the disk; `Watch` is the state machine on
+what it finds. A model counts as
 changed when its files differ from those that were acted on last, and as settled when two looks in a row found the same:
 a directory into which somebody copies is left alone. The same holds for what has gone.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple, final
 
 from broker.repository.scan import scan
+from shm.errors import InferError
 
+SETTLE_S = 1.0  # between two looks at something that is changing
 MAX_ENTRIES = 100_000  # of one model; what lies behind them is not watched
 _CACHES = frozenset({"__pycache__"})  # written by whoever loads Python files
+
+_log = logging.getLogger(__name__)
 
 Manifest = tuple[tuple[str, int, int, int], ...]  # (path, mtime in ns, byte size, inode) of every file
 
@@ -25,6 +32,47 @@ class Changes(NamedTuple):
     changed: tuple[str, ...]
     deleted: tuple[str, ...]
     restless: bool
+
+
+@final
+class Poll:
+    """`act` is awaited with what has become due."""
+
+    __slots__ = ("_act", "_repositories", "_watch")
+
+    def __init__(self, repositories: Sequence[str], act: Callable[[Changes], Awaitable[None]]) -> None:
+        self._repositories = repositories
+        self._act = act
+        self._watch = Watch({})
+
+    async def begin(self) -> None:
+        """What is there now is what the start-up load sees."""
+        first = await asyncio.to_thread(manifests, self._repositories)
+        self._watch = Watch(first or {})
+
+    async def keep_on(self, poll_s: float) -> None:
+        """Until cancelled. Whatever is in the repositories, this goes on."""
+        wait_s = poll_s
+        while True:
+            await asyncio.sleep(wait_s)
+            try:
+                restless = await self.look()
+            except InferError as error:
+                _log.error("failed to poll the model repositories: %s", error.message)
+                restless = False
+            except Exception:
+                _log.exception("failed to poll the model repositories")
+                restless = False
+            wait_s = min(SETTLE_S, poll_s) if restless else poll_s
+
+    async def look(self) -> bool:
+        """Do what has become due. Returns whether something is still changing."""
+        now = await asyncio.to_thread(manifests, self._repositories)
+        if now is None:  # a repository that cannot be read has lost nothing
+            return False
+        changes = self._watch.look(now)
+        await self._act(changes)
+        return changes.restless
 
 
 def manifests(repositories: Sequence[str]) -> dict[str, Manifest] | None:

@@ -1,9 +1,10 @@
 """One client's connection: datagrams in, requests through one at a time, replies out, and the end of it.
 
 `broker.listener` makes sessions; what requests mean is `Service`'s business (`broker.control`). Requests of a session
-run one after another in the order they came, so a client can send register, prepare and submit back to back. Those of a
-gateway or worker begin in the order they came, and up to 64 run at once: they are of many clients, who must not wait for
-each other. Nothing here waits for a client: what it does not read is queued up to a bound, then it is hung up.
+run one after another in the order they came, so a client can send register, prepare and submit back to back. Loads and
+unloads, which may take minutes, and those of a gateway or worker begin in the order they came, and up to 64 run at
+once: those are of many clients, who must not wait for each other. Nothing here waits for a client: what it does not
+read is queued up to a bound, then it is hung up.
 
     Hello within 5 s → [Starting …] → Welcome → requests … → hang-up, its process's end, or a broken rule
 """
@@ -36,6 +37,7 @@ from shm.messages import (
     Message,
     RegisterPool,
     Request,
+    UnloadModel,
     decode_request,
     encode,
 )
@@ -46,7 +48,7 @@ HELLO_TIMEOUT_S = 5.0
 STALL_TIMEOUT_S = 5.0  # a client that reads nothing for so long while replies wait is gone for our purposes
 BURST = 16  # datagrams of one session per turn of the loop
 MAX_WAITING = 256  # requests
-AT_ONCE = 64  # requests of a gateway or worker that run
+AT_ONCE = 64  # requests that run: a gateway's, a worker's, or loads and unloads
 MAX_WAITING_BYTES = 4 << 20
 MAX_OUTBOX_BYTES = 256 << 10  # of replies that a client has not read
 # A gateway's event loop may be busy while all its calls are answered: reading none for a moment must not be its end.
@@ -163,7 +165,7 @@ class Session:
                     await self._drained.wait()
                     request, fds, byte_size = self._waiting.popleft()
                     self._waiting_bytes -= byte_size
-                    if self.peer.role in OURS and self._greeted:
+                    if self._greeted and (self.peer.role in OURS or isinstance(request, LoadModel | UnloadModel)):
                         await self._begin(request, fds)
                     else:
                         await self._serve(request, fds)

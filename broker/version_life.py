@@ -83,6 +83,10 @@ class VersionLife:
             if not serving:
                 version.state, version.reason = UNAVAILABLE, error.message
             return error.message
+        except asyncio.CancelledError:
+            if not serving:
+                version.state, version.reason = UNAVAILABLE, UNLOADED
+            raise
         previous, version.worker, old_files, version.files = version.worker, worker, version.files, files
         version.config, version.generation, version.state, version.reason = config, generation, READY, ""
         version.load_s = time.monotonic() - began

@@ -92,11 +92,11 @@ async def test_the_same_while_repositories_are_polled(repository: Path) -> None:
     async with serving(repository, control_mode="poll") as served:
         assert ready(served) == {"a", "b", "inner", "outer"}
         shutil.move(repository / "a", repository.parent / "elsewhere")
-        while await served._poll():
+        while await served._poll.look():
             pass
         assert ready(served) == {"b"}
         shutil.move(repository.parent / "elsewhere", repository / "a")
         shutil.rmtree(repository / "outer")
-        while await served._poll():
+        while await served._poll.look():
             pass
         assert ready(served) == {"a", "b", "inner"}

@@ -39,6 +39,7 @@ async def serving(root: Path, *startup: str, control_mode: str = "explicit") -> 
         assert progress[-1][0] == progress[-1][1]
         yield models
     finally:
+        await models.stop()
         await workers.stop(10.0)
         os.close(page.fd)
 

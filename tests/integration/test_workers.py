@@ -159,6 +159,26 @@ async def test_a_model_that_kills_its_worker_is_left_behind(journal: Journal) ->
 
 
 @in_loop
+async def test_nobody_waits_between_the_deaths_of_a_load(journal: Journal, caplog: pytest.LogCaptureFixture) -> None:
+    async with running() as workers:
+        with pytest.raises(InferError, match="died 5 times in a row while loading it"):
+            await load(workers, config("bad", "SIGABRT"))
+        await load(workers, config("good"))
+        starts = [record.message for record in caplog.records if "next start in" in record.message]
+        assert [start.rsplit("; ")[-1] for start in starts] == ["next start in 0 s"] * 5
+
+
+@in_loop
+async def test_a_load_that_does_not_end_keeps_no_other_from_beginning(journal: Journal) -> None:
+    async with running() as workers:
+        endless = asyncio.create_task(load(workers, config("slow", "silent")))
+        await load(workers, config("good"))  # asked for before there was a process
+        assert not endless.done()
+        endless.cancel()
+        await asyncio.wait((endless,))
+
+
+@in_loop
 async def test_models_that_load_together_are_told_apart(journal: Journal) -> None:
     async with running(model_load_deaths=2) as workers:
         names = ("a", "bad", "c")

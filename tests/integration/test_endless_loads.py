@@ -1,0 +1,161 @@
+"""Loads that never return: an unload ends them, others go on, the broker stops in time. Real loader and workers."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import clientlib
+from broker import desired_state, polling
+from shm.errors import InferError
+from tests.fakes import models
+from tests.fakes.broker import Broker, eventually
+from tests.fakes.processes import in_loop, subreaper, until
+from tests.integration.test_models import refusal, serving
+
+CONFIG = """
+backend: "own"
+input { name: "x" data_type: TYPE_FP32 dims: -1 }
+output { name: "y" data_type: TYPE_FP32 dims: -1 }
+parameters { key: "worker_group" value { string_value: "default" } }
+"""
+BACKEND = """
+import os, time
+
+def load(context):
+    root = os.path.abspath(context.directory + "/../../..")
+    with open(f"{root}/began", "a") as file:
+        file.write(f"{os.getpid()}\\n")
+    while os.path.exists(f"{root}/endless"):
+        time.sleep(0.01)
+    return Model()
+
+class Model:
+    def bind(self, inputs, outputs):
+        return Run(inputs[0], outputs[0])
+
+    def close(self):
+        pass
+
+class Run:
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def run(self):
+        self.y.memory[:] = self.x.memory
+
+    def results(self):
+        return []
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    with subreaper():
+        yield
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    root = tmp_path / "models"
+    models.write_model(root, "add1", models.add1())
+    (models.write_model(root, "slow", config=CONFIG) / "backend.py").write_text(BACKEND)
+    (tmp_path / "endless").touch()
+    return root
+
+
+def change(repository: Path, number: int) -> None:
+    parameter = f'parameters {{ key: "number" value {{ string_value: "{number}" }} }}\n'
+    (repository / "slow" / "config.pbtxt").write_text(CONFIG + parameter)
+
+
+def began(repository: Path) -> int:
+    path = repository / "../began"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+@in_loop
+async def test_an_unload_ends_the_load_and_what_it_made_serves_nobody(repository: Path) -> None:
+    async with serving(repository, "add1") as served:
+        loading = asyncio.create_task(served.load("slow"))
+        await until(lambda: began(repository))
+        await served.unload("slow")
+        assert (await refusal(loading)).message == (
+            "failed to load 'slow': it was unloaded, or its files changed, meanwhile"
+        )
+        states = {row.name: (row.state, row.reason) for row in served.all()}
+        assert states == {"add1": ("READY", ""), "slow": ("UNAVAILABLE", "unloaded")}
+        worker = served.worker_for("add1")
+        pid = worker.pid
+        (repository / "../endless").unlink()
+        await until(lambda: not worker._state._ending)
+        await served.load("slow")
+        assert worker.pid == pid, "a load that ended by itself costs nobody anything"
+        assert began(repository) == 2
+
+
+@in_loop
+async def test_a_load_that_goes_on_after_its_unload_ends_with_its_process(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(desired_state, "END_LOAD_S", 0.2)
+    async with serving(repository, "add1") as served:
+        loading = asyncio.create_task(served.load("slow"))
+        await until(lambda: began(repository))
+        worker = served.worker_for("add1")
+        pid = worker.pid
+        await served.unload("slow")
+        await refusal(loading)
+        await until(lambda: worker.state == "ready" and worker.pid not in (None, pid))
+        assert worker.last_death == (
+            "model 'slow' version 1 was unloaded while it was loading, and the load did not end within 0.2 s"
+        )
+        assert [row.name for row in served.all() if row.state == "READY"] == ["add1"]
+
+
+@in_loop
+async def test_a_reload_that_was_ended_leaves_what_serves(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(polling, "SETTLE_S", 0.01)
+    (repository / "../endless").unlink()
+    async with serving(repository, control_mode="poll") as served:
+        generation = served.known["slow"].versions[1].generation
+        (repository / "../endless").touch()
+        polled = asyncio.create_task(served.keep_polling(0.01))
+        change(repository, 1)
+        await until(lambda: began(repository) == 2)
+        change(repository, 2)  # what is loaded has gone
+        await until(lambda: began(repository) == 3)
+        assert served.known["slow"].versions[1].generation == generation
+        (repository / "../endless").unlink()
+        await until(lambda: served.known["slow"].versions[1].generation > generation)
+        polled.cancel()
+        await asyncio.wait((polled,))
+        worker = served.worker_for("slow")
+        await until(lambda: not worker._state._ending)
+        assert worker.restarts == 0
+
+
+@pytest.mark.parametrize("start", [True, False], ids=["at start", "asked for"])
+def test_a_broker_with_an_endless_load_stops_in_time(repository: Path, tmp_path: Path, start: bool) -> None:
+    flags = ["--model-control-mode=explicit", "--load-model=add1", "--exit-timeout-secs=20"]
+    with Broker(repository, tmp_path / "run", *flags, *(["--load-model=slow"] if start else [])) as broker:
+        if not start:
+            broker.ready()
+            with clientlib.connect(f"ipc://{broker.directory}", timeout=20) as client:
+                with pytest.raises(InferError, match="no answer to LoadModel"):
+                    client.load("slow", timeout=0.5)
+                # Other calls of the session are answered.
+                eventually(lambda: "slow" in client.models() and client.models()["slow"].state == "LOADING")
+                x = np.ones((1, 4), np.float32)
+                assert np.array_equal(client.infer("add1", {"x": x})["y"], x + 1)
+        eventually(lambda: began(repository))
+        asked = time.monotonic()
+        broker.process.send_signal(signal.SIGTERM)
+        assert broker.process.wait(30) == 0
+        assert time.monotonic() - asked < 20, "well before the exit time-out"
