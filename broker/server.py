@@ -221,6 +221,7 @@ class Server:
         count_down = asyncio.create_task(self._count_down(), name="count-down")
         self._sessions.stop_listening()
         self._gateways.exiting()
+        await self._models.stop()
         # What gateways have accepted may still wait for its turn there, and must reach the workers before these drain.
         await self._gateways.ended(limit * HEAD_START)
         self._control.exiting = True

@@ -137,18 +137,28 @@ class Control:
 
     def _on_LoadInstances(self, message: messages.LoadInstances, fds: list[int]) -> bool:
         blocks = [self._page.block(index) for index in message.blocks]
+        load = message.config.name, message.version, message.generation
+        self._models.begin(load)
         self._in_thread(message.id, lambda: self._load(message, blocks))
         return False
 
     def _load(self, message: messages.LoadInstances, blocks: Sequence[memoryview]) -> None:
-        model = self._models.load(message, list(blocks))
-        self._models.publish(model, self._all_plans)
+        try:
+            model = self._models.load(message, list(blocks))
+            self._models.publish(model, self._all_plans)
+        finally:
+            self._models.end((message.config.name, message.version, message.generation))
         retired = sum(len(model.instances) for model in self._loop.scheduler.retired)  # may still be at work
         self._need_threads(self._models.instances + retired)
 
     def _on_UnloadModel(self, message: messages.UnloadModel, fds: list[int]) -> bool:
-        self._models.unload(message.model, message.version, self._all_plans)
-        return True
+        load = message.model, message.version, message.generation
+        if self._models.give_up(load):
+            self._when(lambda: self._models.has_ended(load), lambda: self._acknowledge(message.id))
+        else:
+            unloaded = self._models.unload(*load[:2], self._all_plans, message.generation)
+            self._acknowledge(message.id, messages.UNLOADED if unloaded else "")
+        return False
 
     def _in_thread(self, number: int, work: Callable[[], None]) -> None:
         def body() -> None:

@@ -6,7 +6,7 @@ The broker is trusted: the worker checks nothing here that the broker has checke
 Broker → worker:                         descriptors
     Start                                statistics memfd
     LoadInstances, UnloadModel           -
-    AddRegion                            the region's descriptor
+    AddRegion                            the region's descriptor; GPU memory with a handle has none
     RetireRegion, AskRegion              -
     BindPlan, DropPlan                   -
     AttachChannel                        channel memfd, ledger memfd, eventfd, write end of the client's pipe
@@ -23,7 +23,7 @@ from broker.repository.config import ModelConfig
 from broker.repository.scheduling import Allowance
 from shm.messages import TensorSpec
 
-IN_USE, USED = "in use", "used"  # details of acknowledgements
+IN_USE, USED, UNLOADED = "in use", "used", "unloaded"  # details of acknowledgements
 
 
 class LinkMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -57,8 +57,14 @@ class LoadInstances(LinkMessage, frozen=True, kw_only=True, tag=True):
 
 
 class UnloadModel(LinkMessage, frozen=True, kw_only=True, tag=True):
+    """`generation`: only what that load made, also while it is still loading; answered when it has ended. 0: any.
+
+    The detail is UNLOADED if something had served.
+    """
+
     model: str
     version: int
+    generation: int = 0
 
 
 class AddRegion(LinkMessage, frozen=True, kw_only=True, tag=True):
