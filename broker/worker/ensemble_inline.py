@@ -67,7 +67,7 @@ def lone_run(request: Request, model: LoadedModel) -> Lone | None:
     links: list[Link] = []
     typical = 0
     prepared = ensemble.at_once(plan, request)
-    if prepared is None or not prepared.chain:
+    if prepared is None or not prepared.chain or (plan.shared and plan.changed_size()):
         return None
     for step in prepared.chain:
         member = step.model

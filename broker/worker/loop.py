@@ -264,6 +264,8 @@ class Loop:
         execution = plan.bindings.get((instance.number, request.input_position, request.output_position, rows))
         if execution is None or not 0 < execution.typical_ns < SHORT_NS or execution.copies or execution.opens:
             return Inline.NOT_POSSIBLE
+        if plan.shared and plan.changed_size():
+            return Inline.NOT_POSSIBLE
         self.turn.enter()
         try:
             free = model.free.pop()
