@@ -22,6 +22,7 @@ from broker.registry import Registry
 from broker.sessions import Answer, Session
 from broker.settings import LogState, TraceState
 from shm import messages
+from shm.cuda.descriptor import VMM
 from shm.errors import Code, InferError
 from shm.gateway_messages import GetServer, Serving
 from shm.messages import PROTOCOL, Message, Request, Starting
@@ -121,6 +122,8 @@ class Control:
             raise InferError(Code.UNAVAILABLE, "Server exiting")
         if isinstance(request, messages.RegisterPool):
             return Answer(region_info(register_pool(self, peer, request, fds)))
+        if isinstance(request, messages.RegisterCuda):
+            return Answer(region_info(register_cuda(self, peer, request, fds)))
         if isinstance(request, messages.LoadModel):
             return await load_model(self, peer, request, fds)
         return await _ANSWERS[type(request)](self, peer, request)
@@ -147,6 +150,19 @@ def register_pool(control: Control, peer: Peer, request: messages.RegisterPool, 
             f"'{request.name}'",
         )
     return control.registry.register_pool(peer, request.name, request.byte_size, fds[0])
+
+
+def register_cuda(control: Control, peer: Peer, request: messages.RegisterCuda, fds: list[int]) -> RegionEntry:
+    """Note memory of a GPU. What is wrong with its descriptor only a worker can tell, which opens it."""
+    expected = 1 if request.memory.kind == VMM else 0
+    if len(fds) != expected:
+        close_all(fds)
+        raise InferError(
+            Code.INVALID_ARG,
+            f"RegisterCuda of {request.memory.kind} memory needs {expected} descriptors; {len(fds)} came with region "
+            f"'{request.name}'",
+        )
+    return control.registry.register_cuda(peer, request.name, request.memory, request.writable, *fds)
 
 
 async def register_system(control: Control, peer: Peer, request: messages.RegisterSystem) -> Answer:

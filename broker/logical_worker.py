@@ -18,14 +18,13 @@ from msgspec.structs import replace
 
 from broker.coroner import CUT, PlanBook, bury, end
 from broker.desired_state import ANSWER_S, STOPPING, DesiredState, Wanted, supersedes
-from broker.records import ChannelRecord, RegionEntry
+from broker.records import ChannelRecord, RegionEntry, add_region
 from broker.region_uses import RegionUses
 from broker.repository.config import ModelConfig
 from broker.statistics_blocks import StatisticsBlocks
 from broker.supervision import REFUSAL_NS, BackOff, Load, LoadDeaths, Offenders, Pulse
 from broker.worker.messages import (
     USED,
-    AddRegion,
     AskRegion,
     AttachChannel,
     BindPlan,
@@ -151,20 +150,9 @@ class Worker:
 
     async def add_region(self, entry: RegionEntry) -> None:
         """Map it. Asking again for what is there returns at once."""
-        message = AddRegion(
-            region=entry.region,
-            generation=entry.generation,
-            name=entry.name,
-            kind=entry.kind,
-            byte_size=entry.byte_size,
-            offset=entry.offset,
-            file_size=entry.file_size,
-            device=entry.device,
-            inode=entry.inode,
-            writable=entry.writable,
-        )
+        wanted = Wanted(add_region(entry), entry.descriptors)
         undo = RetireRegion(region=entry.region, generation=entry.generation)
-        await self._state.have(self._state.regions, entry.identity, Wanted(message, (entry.fd,)), undo)
+        await self._state.have(self._state.regions, entry.identity, wanted, undo)
 
     async def retire_region(self, region: int, generation: int) -> asyncio.Future[None] | None:
         """Returns when no new request can use it; if accepted ones still do, what is done with the last of them."""

@@ -12,22 +12,45 @@ from typing import final
 from shm.errors import Code, InferError
 
 MAX_REGIONS = 16384  # per uid; the kernel's default of 65,530 mappings per worker process is shared by everybody
+MAX_CUDA = 1 << 40  # bytes per uid; no GPU has more, and the memory is its owner's own
 # What a mapped region holds open in its worker: the mapping's, and for memory that can shrink one to watch its size.
-DESCRIPTORS = {"pool": 1, "system": 2}
+# GPU memory: the broker's, of VMM memory.
+DESCRIPTORS = {"pool": 1, "system": 2, "cuda": 1}
 
 
 @final
 class Quota:
-    """`limit` bytes for all uids together; for each uid `max_regions`, which take `max_descriptors` in a worker."""
+    """`limit` bytes for all uids together; for each uid `max_regions`, which take `max_descriptors` in a worker.
 
-    __slots__ = ("_descriptors", "_regions", "_used", "limit", "max_descriptors", "max_regions", "total")
+    `cuda_limit`: bytes of GPU memory for each uid.
+    """
 
-    def __init__(self, limit: int, max_regions: int = MAX_REGIONS, max_descriptors: int = 2 * MAX_REGIONS) -> None:
+    __slots__ = (
+        "_cuda",
+        "_descriptors",
+        "_regions",
+        "_used",
+        "cuda_limit",
+        "limit",
+        "max_descriptors",
+        "max_regions",
+        "total",
+    )
+
+    def __init__(
+        self,
+        limit: int,
+        max_regions: int = MAX_REGIONS,
+        max_descriptors: int = 2 * MAX_REGIONS,
+        cuda_limit: int = MAX_CUDA,
+    ) -> None:
         self.limit = limit
+        self.cuda_limit = cuda_limit
         self.max_regions = max_regions
         self.max_descriptors = max_descriptors
         self.total = 0
         self._used: Counter[int] = Counter()
+        self._cuda: Counter[int] = Counter()
         self._regions: Counter[int] = Counter()
         self._descriptors: Counter[int] = Counter()
 
@@ -51,8 +74,30 @@ class Quota:
         if not self._used[uid]:
             del self._used[uid]
 
+    def take_cuda(self, uid: int, byte_size: int, what: str) -> None:
+        """Charge GPU memory that `uid` shares, apart from the host's. Raises INVALID_ARG or UNAVAILABLE as `take`."""
+        used = self._cuda[uid]
+        if used + byte_size > self.cuda_limit:
+            code = Code.INVALID_ARG if byte_size > self.cuda_limit else Code.UNAVAILABLE
+            raise InferError(
+                code,
+                f"no GPU memory quota for {what}: asked {byte_size} bytes, used by uid {uid}: {used}, limit "
+                f"{self.cuda_limit}. Unregister CUDA regions",
+            )
+        self._cuda[uid] += byte_size
+
+    def give_cuda(self, uid: int, byte_size: int) -> None:
+        """Return what `take_cuda` charged."""
+        self._cuda[uid] -= byte_size
+        if not self._cuda[uid]:
+            del self._cuda[uid]
+
+    def cuda_used(self, uid: int) -> int:
+        """Bytes of GPU memory that `uid` shares."""
+        return self._cuda[uid]
+
     def take_region(self, uid: int, kind: str) -> None:
-        """Count one more region of `uid`; `kind` is "pool" or "system". Raises UNAVAILABLE at a cap."""
+        """Count one more region of `uid`; `kind` is "pool", "system" or "cuda". Raises UNAVAILABLE at a cap."""
         advice = "Unregister some, or use ranges of fewer, larger regions"
         if self._regions[uid] >= self.max_regions:
             raise InferError(

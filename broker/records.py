@@ -10,6 +10,8 @@ import os
 from dataclasses import dataclass
 from typing import final
 
+from broker.worker.messages import AddRegion
+from shm.cuda.descriptor import CudaMemory
 from shm.messages import RegionInfo, RegionRecord
 from shm.sockets import close_all
 
@@ -59,8 +61,8 @@ class RegionEntry:
     region: int
     generation: int
     name: str
-    kind: str  # "pool" or "system"
-    fd: int
+    kind: str  # "pool", "system" or "cuda"
+    fd: int  # -1: GPU memory with a handle
     byte_size: int
     offset: int
     file_size: int
@@ -73,12 +75,18 @@ class RegionEntry:
     key: str = ""  # POSIX name of a system region
     token: str = ""  # under which other sessions may open it
     source: tuple[int, int] | None = None  # (region, generation) that this one was opened from by a token
+    cuda: CudaMemory | None = None  # what "cuda" regions are
     draining: bool = False  # retired; some worker has not acknowledged it yet
 
     @property
     def identity(self) -> tuple[int, int]:
         """What plans hold of a region."""
         return self.region, self.generation
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What a worker needs of it beside the message."""
+        return (self.fd,) if self.fd >= 0 else ()
 
     def close(self) -> None:
         """Close the descriptor, once."""
@@ -99,6 +107,23 @@ def record(entry: RegionEntry, *, show_key: bool = True) -> RegionRecord:
         owner_pid=entry.owner_pid,
         owner_uid=entry.owner_uid,
         state="draining" if entry.draining else "active",
+    )
+
+
+def add_region(entry: RegionEntry) -> AddRegion:
+    """What a worker is told of it."""
+    return AddRegion(
+        region=entry.region,
+        generation=entry.generation,
+        name=entry.name,
+        kind=entry.kind,
+        byte_size=entry.byte_size,
+        offset=entry.offset,
+        file_size=entry.file_size,
+        device=entry.device,
+        inode=entry.inode,
+        writable=entry.writable,
+        cuda=entry.cuda,
     )
 
 

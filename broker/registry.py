@@ -21,14 +21,17 @@ import logging
 import os
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Protocol, final
 
+from broker.cuda_regions import check_reach, check_served, identity_of
 from broker.quota import Quota
 from broker.records import Peer, RegionEntry
 from broker.reservation import Reservations
 from shm import regions
+from shm.cuda.descriptor import CudaMemory
 from shm.errors import Code, InferError
+from shm.sockets import close_all
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +59,7 @@ class Registry:
 
     def __init__(self, quota: Quota) -> None:
         self.quota = quota
+        self.cuda_devices: Callable[[], Collection[str]] = tuple  # UUIDs of the GPUs that workers run on
         self._names: dict[int, dict[str, RegionEntry]] = {}
         self._tokens: dict[str, RegionEntry] = {}
         self._draining: dict[int, RegionEntry] = {}  # by generation
@@ -132,9 +136,27 @@ class Registry:
         entry.key = key
         return entry
 
+    def register_cuda(self, peer: Peer, name: str, memory: CudaMemory, writable: bool, fd: int = -1) -> RegionEntry:
+        """Note GPU memory for the workers of that GPU. Takes `fd` over (of VMM memory), whatever happens."""
+        try:
+            memory.check(name)
+            check_served(name, memory, self.cuda_devices())
+            self._admit(peer, name, "cuda", memory.byte_size)
+        except BaseException:
+            close_all((fd,))
+            raise
+        identity = identity_of(memory, writable=writable)
+        entry = self._enter(peer, name, "cuda", fd, memory.byte_size, memory.offset, identity)
+        entry.cuda = memory
+        return entry
+
     def share(self, session: int, name: str) -> str:
         """The token under which other sessions of the same uid can open region `name`; always the same one."""
         entry = self.find(session, name)
+        if entry.cuda is not None:
+            raise InferError(
+                Code.UNSUPPORTED, f"region '{name}' is memory of a GPU: only the session that registered it can use it"
+            )
         if entry.source is not None:
             raise InferError(
                 Code.INVALID_ARG, f"region '{name}' was opened from another session: ask its owner for the token"
@@ -169,27 +191,13 @@ class Registry:
         self._check_name(peer.session, name)
         self.quota.take_region(peer.uid, owner.kind)  # its bytes are the owner's
         try:
-            fd = os.dup(owner.fd)
+            fd = os.dup(owner.fd) if owner.fd >= 0 else -1
         except BaseException:
             self.quota.give_region(peer.uid, owner.kind)
             raise
-        entry = RegionEntry(
-            region=self._index(),
-            generation=next(self._generations),
-            name=name,
-            kind=owner.kind,
-            fd=fd,
-            byte_size=owner.byte_size,
-            offset=owner.offset,
-            file_size=owner.file_size,
-            device=owner.device,
-            inode=owner.inode,
-            writable=owner.writable,
-            session=peer.session,
-            owner_pid=peer.pid,
-            owner_uid=peer.uid,
-            source=owner.identity,
-        )
+        identity = regions.FileIdentity(owner.device, owner.inode, owner.file_size, owner.writable)
+        entry = self._entry(peer, name, owner.kind, fd, owner.byte_size, owner.offset, identity)
+        entry.source, entry.cuda = owner.identity, owner.cuda
         self._opened.setdefault(owner.generation, []).append(entry)
         return self._add(entry)
 
@@ -200,6 +208,8 @@ class Registry:
         for entry in entries:
             if not entry.draining:
                 holders = self._mapped.setdefault(entry.generation, [])
+                if entry.cuda is not None:
+                    check_reach(entry.name, entry.cuda, worker.key)
                 if worker not in holders:
                     holders.append(worker)
                 await worker.add_region(entry)
@@ -277,20 +287,26 @@ class Registry:
                 Code.INVALID_ARG, f"failed to register shared memory region '{name}': invalid args: byte_size is 0"
             )
         self.quota.take_region(peer.uid, kind)
+        take = self.quota.take_cuda if kind == "cuda" else self.quota.take
         try:
-            self.quota.take(peer.uid, byte_size, f"shared memory region '{name}'")
+            take(peer.uid, byte_size, f"shared memory region '{name}'")
         except InferError:
             self.quota.give_region(peer.uid, kind)
             raise
 
     def _discharge(self, uid: int, kind: str, byte_size: int) -> None:
         self.quota.give_region(uid, kind)
-        self.quota.give(uid, byte_size)
+        (self.quota.give_cuda if kind == "cuda" else self.quota.give)(uid, byte_size)
 
     def _enter(
         self, peer: Peer, name: str, kind: str, fd: int, byte_size: int, offset: int, source: regions.FileIdentity
     ) -> RegionEntry:
-        entry = RegionEntry(
+        return self._add(self._entry(peer, name, kind, fd, byte_size, offset, source))
+
+    def _entry(
+        self, peer: Peer, name: str, kind: str, fd: int, byte_size: int, offset: int, source: regions.FileIdentity
+    ) -> RegionEntry:
+        return RegionEntry(
             region=self._index(),
             generation=next(self._generations),
             name=name,
@@ -306,7 +322,6 @@ class Registry:
             owner_pid=peer.pid,
             owner_uid=peer.uid,
         )
-        return self._add(entry)
 
     def _add(self, entry: RegionEntry) -> RegionEntry:
         self._names.setdefault(entry.session, {})[entry.name] = entry
@@ -358,6 +373,8 @@ class Registry:
                 self._let_go(worker, entry)
             else:
                 last.add_done_callback(lambda _: self._let_go(worker, entry))
+                if entry.cuda is not None:  # its owner may free it as soon as it is told, even under the driver's feet
+                    await asyncio.shield(last)
 
     def _let_go(self, worker: RegionWorker, entry: RegionEntry) -> None:
         self._holders[entry.generation].remove(worker)

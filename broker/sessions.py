@@ -28,6 +28,7 @@ from shm.errors import Code, InferError, ProtocolError
 from shm.messages import (
     MAX_DATAGRAM,
     PROTOCOL,
+    WITH_DESCRIPTORS,
     Failure,
     Goodbye,
     Hello,
@@ -35,7 +36,6 @@ from shm.messages import (
     Large,
     LoadModel,
     Message,
-    RegisterPool,
     Request,
     UnloadModel,
     decode_request,
@@ -212,7 +212,7 @@ class Session:
                 self.hang_up(error.message)
             return
         self._errors_in_a_row = 0
-        if not isinstance(request, RegisterPool | LoadModel):
+        if not isinstance(request, WITH_DESCRIPTORS):
             sockets.close_all(fds)
             fds = []
         self._waiting.append((request, fds, len(data)))

@@ -18,7 +18,9 @@ from clientlib.async_plans import AsyncPlan
 from clientlib.async_streams import AsyncStream
 from clientlib.callable_model import AsyncModel, Model
 from clientlib.client import Client
+from clientlib.cuda_region import CudaRegion
 from clientlib.default import (
+    alloc_cuda,
     create_region,
     infer,
     load,
@@ -51,6 +53,7 @@ __all__ = [
     "AsyncStream",
     "Client",
     "ConnectionLost",
+    "CudaRegion",
     "ForkedError",
     "InferError",
     "InferResult",
@@ -61,6 +64,7 @@ __all__ = [
     "Stream",
     "TensorRef",
     "Timing",
+    "alloc_cuda",
     "connect",
     "connect_async",
     "create_region",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar, final
 
-from clientlib.arguments import LoadConfig, LoadFiles, load_arguments, model_text, version_text, whole
+from clientlib.arguments import LoadConfig, LoadFiles, load_arguments, model_text, text, version_text, whole
 from clientlib.async_lane import AsyncLane, LoopLanes
 from clientlib.async_plans import AsyncPlan, turn
 from clientlib.async_reach import AsyncReach
@@ -22,7 +22,9 @@ from clientlib.async_session import AsyncSession
 from clientlib.async_streams import AsyncSource, AsyncStream
 from clientlib.automatic import Automatic, Inputs, Request, check_parameters, told_apart
 from clientlib.callable_model import AsyncModel
-from clientlib.client import CALL_S, MAX_SLOTS, NO_CUDA, RECONNECT_S
+from clientlib.client import CALL_S, MAX_SLOTS, RECONNECT_S
+from clientlib.cuda_export import allocate, export
+from clientlib.cuda_region import CudaRegion, register
 from clientlib.layout import PlanOutdated, RoomNeeded
 from clientlib.link import Bound, Link, Prepared
 from clientlib.native import Native
@@ -32,7 +34,7 @@ from clientlib.region import AsyncRegion, MappedRegion, NamedRegion, TensorRef
 from clientlib.results import InferResult
 from clientlib.session import Answer
 from clientlib.submission import MAX_PRIORITY, deadline_ns_of
-from shm.errors import Code, ConnectionLost, InferError
+from shm.errors import ConnectionLost, InferError
 from shm.messages import Message, ModelMetadata, RegionInfo, RegionRecord
 
 T = TypeVar("T")
@@ -136,9 +138,23 @@ class AsyncClient(StaysHere):
         """POSIX shared memory that exists already; `key` is its name below /dev/shm. It is never unlinked."""
         return _own(await self._reach.run(lambda link: self.native.register_system(link, name, key, byte_size, offset)))
 
-    async def register_cuda_shm(self, name: str, tensor: object = None, **_: object) -> AsyncRegion:
-        """GPU memory; raises InferError UNSUPPORTED where there is none."""
-        raise InferError(Code.UNSUPPORTED, f"cannot register '{name}': {NO_CUDA}")
+    async def register_cuda_shm(
+        self,
+        name: str,
+        tensor: object = None,
+        *,
+        pointer: int | None = None,
+        byte_size: int | None = None,
+        device: str | None = None,
+    ) -> CudaRegion:
+        """GPU memory. As `Client.register_cuda_shm`."""
+        exported = await asyncio.to_thread(export, text(name, "name"), tensor, pointer, byte_size, device)
+        return await self._reach.run(lambda link: register(self.native.regions, name, exported))
+
+    async def alloc_cuda(self, name: str, byte_size: int, device: str | None = None) -> CudaRegion:
+        """New GPU memory. As `Client.alloc_cuda`."""
+        exported = await asyncio.to_thread(allocate, text(name, "name"), byte_size, device)
+        return await self._reach.run(lambda link: register(self.native.regions, name, exported))
 
     async def open_region(self, token: str, name: str | None = None) -> AsyncRegion:
         """A region that another session of the same uid shared; `name` is what it is called here."""

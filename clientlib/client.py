@@ -18,10 +18,12 @@ from types import TracebackType
 from typing import Any, TypeVar, final
 
 from clientlib.address import Absent, dial
-from clientlib.arguments import LoadConfig, LoadFiles, load_arguments, model_text, seconds, version_text, whole
+from clientlib.arguments import LoadConfig, LoadFiles, load_arguments, model_text, seconds, text, version_text, whole
 from clientlib.automatic import Automatic, Inputs, Request, check_parameters, told_apart
 from clientlib.callable_model import Model
 from clientlib.channels import Lane, Lanes
+from clientlib.cuda_export import allocate, export
+from clientlib.cuda_region import CudaRegion, register
 from clientlib.layout import PlanOutdated, RoomNeeded
 from clientlib.link import Bound, Link, Prepared
 from clientlib.native import Native
@@ -44,8 +46,8 @@ RETRY_S = 0.02
 BUDGET = Budget(places=64, byte_size=1 << 20)
 MAX_SLOTS = 1024
 NO_CUDA = (
-    "CUDA regions are not available: this build shares system memory only; use create_region() or "
-    "register_system_shm() and let the model copy"
+    "CUDA regions are not available over this transport: connect with ipc:// on the GPU's host, or use create_region() "
+    "or register_system_shm() and let the data be copied"
 )
 
 
@@ -109,9 +111,32 @@ class Client(StaysHere):
         """POSIX shared memory that exists already; `key` is its name below /dev/shm. It is never unlinked."""
         return _own(self._run(lambda link: self.native.register_system(link, name, key, byte_size, offset)))
 
-    def register_cuda_shm(self, name: str, tensor: object = None, **_: object) -> Region:
-        """GPU memory; raises InferError UNSUPPORTED where there is none."""
-        raise InferError(Code.UNSUPPORTED, f"cannot register '{name}': {NO_CUDA}")
+    def register_cuda_shm(
+        self,
+        name: str,
+        tensor: object = None,
+        *,
+        pointer: int | None = None,
+        byte_size: int | None = None,
+        device: str | None = None,
+    ) -> CudaRegion:
+        """GPU memory: an array of torch, cupy, numba, jax …, or `pointer` and `byte_size`; it may lie inside a block.
+
+        `device`: the UUID of its GPU, to be checked. Raises InferError: UNSUPPORTED where CUDA is not available, and
+        for memory of an allocator that cannot share it, saying which and what to use instead. Whoever writes there
+        says when it is done (`torch.cuda.synchronize()`) before a request is sent. The memory is held, and must not be
+        freed, until `unregister` has returned.
+        """
+        exported = export(text(name, "name"), tensor, pointer, byte_size, device)
+        return self._run(lambda link: register(self.native.regions, name, exported))
+
+    def alloc_cuda(self, name: str, byte_size: int, device: str | None = None) -> CudaRegion:
+        """New GPU memory that models read and write in place, of the first GPU or the one with UUID `device`.
+
+        `region.cuda_array(shape, dtype)` is it for torch, cupy and others. The memory comes in steps of 2 MiB.
+        """
+        exported = allocate(text(name, "name"), byte_size, device)
+        return self._run(lambda link: register(self.native.regions, name, exported))
 
     def open_region(self, token: str, name: str | None = None) -> Region:
         """A region that another session of the same uid shared; `name` is what it is called here."""

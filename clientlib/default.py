@@ -13,6 +13,7 @@ from clientlib import process
 from clientlib.automatic import Inputs
 from clientlib.callable_model import Model
 from clientlib.client import Client
+from clientlib.cuda_region import CudaRegion
 from clientlib.opening import connect
 from clientlib.plans import Plan
 from clientlib.recipe import Outputs, Slots
@@ -80,9 +81,21 @@ def register_system_shm(name: str, key: str, byte_size: int, offset: int = 0) ->
     return _default().register_system_shm(name, key, byte_size, offset)
 
 
-def register_cuda_shm(name: str, tensor: object = None, **place: object) -> Region:
+def register_cuda_shm(
+    name: str,
+    tensor: object = None,
+    *,
+    pointer: int | None = None,
+    byte_size: int | None = None,
+    device: str | None = None,
+) -> CudaRegion:
     """As `Client.register_cuda_shm`."""
-    return _default().register_cuda_shm(name, tensor, **place)
+    return _default().register_cuda_shm(name, tensor, pointer=pointer, byte_size=byte_size, device=device)
+
+
+def alloc_cuda(name: str, byte_size: int, device: str | None = None) -> CudaRegion:
+    """As `Client.alloc_cuda`."""
+    return _default().alloc_cuda(name, byte_size, device)
 
 
 def open_region(token: str, name: str | None = None) -> Region:

@@ -20,6 +20,7 @@ from typing import Any, Generic, final
 from clientlib import process
 from clientlib.arena import Block, Store
 from clientlib.arguments import LONGEST_TEXT, model_text, shown, text, version_text, whole
+from clientlib.cuda_region import CudaRegion
 from clientlib.layout import Layout, RoomNeeded, sketch
 from clientlib.link import Bound, L, Link, PlanState, Prepared
 from clientlib.recipe import Recipe
@@ -128,6 +129,8 @@ class Native(Generic[L]):
                 self.regions.pop(region.name, None)
 
     def _registration(self, region: MappedRegion) -> Call:
+        if isinstance(region, CudaRegion):
+            return region.registration()
         if region.memory.fd is not None and region.offset == 0:
             return Call(messages.RegisterPool(name=region.name, byte_size=region.byte_size), (region.memory.fd,))
         if region.key:

@@ -9,6 +9,7 @@ Client → broker (reply):
     GetModels → Models       GetModel → Models (one entry)
     RegisterPool + 1 fd → RegionInfo
     RegisterSystem → RegionInfo + 1 fd (the same open file the broker checked)
+    RegisterCuda (+ 1 fd for VMM memory) → RegionInfo
     ShareRegion → Token      OpenRegion → RegionInfo + 1 fd
     Unregister → Done        ListRegions → Regions
     Prepare → Prepared       Release → Done
@@ -33,6 +34,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from shm.cuda.descriptor import CudaMemory
 from shm.errors import ProtocolError
 from shm.gateway_messages import (
     Config,
@@ -94,6 +96,14 @@ class RegisterSystem(Message, frozen=True, kw_only=True, tag=True):
     key: Text
     byte_size: Size
     offset: Size = 0
+
+
+class RegisterCuda(Message, frozen=True, kw_only=True, tag=True):
+    """Memory of a GPU, which the broker only passes on to workers there."""
+
+    name: Name
+    memory: CudaMemory
+    writable: bool = True
 
 
 class ShareRegion(Message, frozen=True, kw_only=True, tag=True):
@@ -281,6 +291,7 @@ Request = (
     | GetModel
     | RegisterPool
     | RegisterSystem
+    | RegisterCuda
     | ShareRegion
     | OpenRegion
     | Unregister
@@ -329,6 +340,8 @@ Reply = (
     | Exiting
     | Tracing
 )
+
+WITH_DESCRIPTORS = (RegisterPool, RegisterCuda, LoadModel)  # requests that may have some; all others lose theirs
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

@@ -21,6 +21,7 @@ import msgspec
 
 from broker.repository.config import ModelConfig
 from broker.repository.scheduling import Allowance
+from shm.cuda.descriptor import CudaMemory
 from shm.messages import TensorSpec
 
 IN_USE, USED, UNLOADED = "in use", "used", "unloaded"  # details of acknowledgements
@@ -68,7 +69,7 @@ class UnloadModel(LinkMessage, frozen=True, kw_only=True, tag=True):
 
 
 class AddRegion(LinkMessage, frozen=True, kw_only=True, tag=True):
-    """Map [offset, offset + byte_size) of the attached file. `kind` is "pool" or "system".
+    """Map [offset, offset + byte_size) of the attached file, or of GPU memory. `kind`: "pool", "system" or "cuda".
 
     (device, inode) identify the memory across sessions, for the overlap check.
     """
@@ -83,6 +84,7 @@ class AddRegion(LinkMessage, frozen=True, kw_only=True, tag=True):
     device: int
     inode: int
     writable: bool
+    cuda: CudaMemory | None = None
 
 
 class RetireRegion(LinkMessage, frozen=True, kw_only=True, tag=True):
@@ -115,7 +117,8 @@ class PlanTensor(msgspec.Struct, frozen=True, kw_only=True):
 
 class BindPlan(LinkMessage, frozen=True, kw_only=True, tag=True):
     """`refused_until_ns` (CLOCK_MONOTONIC): requests end UNAVAILABLE until then, because this session's requests
-    for this model killed workers (design promise 3)."""
+    for this model killed workers (design promise 3). `interface`: of the model that it was checked against.
+    """
 
     session: int
     index: int
@@ -127,6 +130,7 @@ class BindPlan(LinkMessage, frozen=True, kw_only=True, tag=True):
     input_positions: int
     output_positions: int
     rows: int
+    interface: str = ""
     follow_latest: bool = True
     refused_until_ns: int = 0
     retryable: bool = True

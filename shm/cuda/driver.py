@@ -221,6 +221,17 @@ class Context:
         attempt("cuCtxPopCurrent")  # with a sticky error even this fails, and that error is the one to be seen
 
 
+def has_context(ordinal: int) -> bool:
+    """Has this process made a context on the GPU, by whatever library? Asking makes none."""
+    flags_and_active = attempt("cuDevicePrimaryCtxGetState", ordinal)
+    return bool(flags_and_active and flags_and_active[1])
+
+
+def integrated(ordinal: int) -> bool:
+    """Does the GPU use the host's memory, as those of Jetson do?"""
+    return bool(call("cuDeviceGetAttribute", bindings().CUdevice_attribute.CU_DEVICE_ATTRIBUTE_INTEGRATED, ordinal))
+
+
 def pointer_attribute(name: str, pointer: int) -> Any:
     """CU_POINTER_ATTRIBUTE_`name` of a pointer; None where it has none, as ordinary memory of the host has."""
     return attempt(
