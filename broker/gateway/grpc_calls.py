@@ -150,6 +150,10 @@ async def cuda_unregister(service: Service, request: Any, caller: Caller) -> Any
 
 async def trace_setting(service: Service, request: Any, caller: Caller) -> Any:
     """Of one model, or the global ones; after the change, if any."""
+    if request.model_name and request.settings:
+        await service.trace_settings(
+            request.model_name, {}
+        )  # is it there? As in Triton, before the values are looked at
     settings = await service.trace_settings(request.model_name, trace_update(request.settings))
     response = service_pb2.TraceSettingResponse()
     for name, value in settings.items():

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, final
 
 from broker.gateway import setting_rules as rules
-from broker.gateway.http_errors import invalid
 from broker.gateway.http_json import MISSING, as_array, as_bool, as_string, as_uint, find
 from broker.gateway.http_message import Reply, Request, json_reply
 from broker.gateway.kserve import Service
@@ -35,17 +34,15 @@ class SettingsEndpoints:
 
     async def trace(self, request: Request, model: str = "") -> Reply:
         """GET /v2/trace/setting, of one model or the global ones."""
-        await self._check_model(model)
         return json_reply(await self._service.trace_settings(model, {}))
 
     async def set_trace(self, request: Request, model: str = "") -> Reply:
         """POST /v2/trace/setting: null goes back to the global value."""
-        await self._check_model(model)
+        if model:
+            await self._service.trace_settings(
+                model, {}
+            )  # is it there? As in Triton, before anything else is looked at
         return json_reply(await self._service.trace_settings(model, trace_update(await request.json())))
-
-    async def _check_model(self, model: str) -> None:
-        if model and not await self._service.model_ready(model, ""):
-            raise invalid(f"Request for unknown model : {model}")
 
 
 def log_update(document: Any) -> dict[str, bool | int | str]:

@@ -239,5 +239,7 @@ class FakeService:
         return self.log
 
     async def trace_settings(self, model: str, update: Mapping[str, Any]) -> dict[str, Any]:
+        if model not in ("", "add1", "many"):
+            raise InferError(Code.INVALID_ARG, f"Request for unknown model : {model}")
         self.trace.update(update)
         return self.trace

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
+from tritonclient.utils import InferenceServerException
 
 from tests.fakes.broker import eventually
 from tests.fakes.gateways import Gateway
@@ -126,6 +127,17 @@ def test_all_requests_once_it_is_switched_on(traced: Traced) -> None:
     assert text.count('"name":"INFER_RESPONSE_COMPLETE"') == 3 + 3
     traced.http("other")
     assert len(traces(file)) == 4
+
+
+def test_a_model_that_is_not_there(traced: Traced) -> None:
+    text = "Request for unknown model : nope"
+    assert traced.post("/v2/models/nope/trace/setting", {"trace_rate": "1"}) == (400, {"error": text})
+    status, body = traced.get("/v2/models/nope/trace/setting")
+    assert (status, json.loads(body)) == (400, {"error": text})
+    with triton_grpc.InferenceServerClient(f"127.0.0.1:{traced.ports['grpc']}") as client:
+        for settings in ({}, {"trace_file": "f"}):
+            with pytest.raises(InferenceServerException, match=text):
+                client.update_trace_settings("nope", settings)
 
 
 def test_a_model_of_its_own_and_a_count(traced: Traced) -> None:

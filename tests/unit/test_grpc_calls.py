@@ -243,10 +243,11 @@ def test_trace_settings() -> None:
     class Noting(FakeService):
         async def trace_settings(self, model: str, update: Any) -> dict[str, Any]:
             came.append((model, update))
-            return self.trace
+            return await super().trace_settings(model, {})
 
     found = call(Noting(), "TraceSetting", settings=settings, model_name="add1").settings
-    assert came == [("add1", {"trace_level": ["TIMESTAMPS", "TENSORS"], "trace_rate": "2", "trace_count": None})]
+    changes = {"trace_level": ["TIMESTAMPS", "TENSORS"], "trace_rate": "2", "trace_count": None}
+    assert came == [("add1", {}), ("add1", changes)]
     assert {name: list(value.value) for name, value in found.items()} == {
         "trace_level": ["OFF"],
         "trace_rate": ["1000"],
@@ -270,6 +271,8 @@ def test_trace_settings() -> None:
 def test_trace_settings_that_are_refused(name: str, values: list[str], code: str, text: str) -> None:
     settings = {"trace_level": {"value": ["TENSORS"]}, name: {"value": values}}
     assert refused("TraceSetting", settings=settings) == (code, text)
+    unknown = ("INVALID_ARG", "Request for unknown model : nope")
+    assert refused("TraceSetting", settings=settings, model_name="nope") == unknown
 
 
 def test_the_budget_refuses_requests_and_counts_responses() -> None:

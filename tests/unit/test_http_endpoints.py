@@ -324,4 +324,6 @@ def test_refused_trace_settings(asker: Asker, body: Any, expected: tuple[int, st
 
 
 def test_trace_settings_of_unknown_models(asker: Asker) -> None:
-    assert asker.refused("GET", "/v2/models/x/trace/setting")[0] == 400
+    unknown = (400, "Request for unknown model : x")
+    assert asker.refused("GET", "/v2/models/x/trace/setting") == unknown
+    assert asker.refused("POST", "/v2/models/x/trace/setting", {"trace_file": "y"}) == unknown
