@@ -116,6 +116,7 @@ class Plans:
             input_positions=request.input_positions,
             output_positions=request.output_positions,
             rows=checked.rows,
+            interface=config.interface,
             follow_latest=not request.version,
             refused_until_ns=self.refused_until_ns(session, request.model),
             retryable=retry and retryable(self._models, config),

@@ -20,7 +20,7 @@ UNKNOWN_ID: Final = "<id_unknown>"
 # What a request is told whose plan names something that is not there any more. It has not run.
 _GONE: Final = re.compile(
     r"Unable to find shared memory region|the request names a plan that is not bound|the plan was released|"
-    r"this plan was released|the model is not loaded"
+    r"this plan was released|(?<!, )model '[^']*' is not loaded$"
 )
 _AS_IT_IS: Final = re.compile(f"^Request for unknown model|^failed to get model version|{DECOUPLED}$")
 # Before a model has a request, it is the server that speaks; then it is the model, whose words stay as they are.

@@ -148,6 +148,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return RETRY.get(self.parameters.get("retry", "").lower(), self.backend != "python")
 
     @property
+    def interface(self) -> str:
+        """What the check of a prepared request depends on: equal for models whose plans are each other's."""
+        tensors = [[(t.name, t.datatype, t.dims, t.optional) for t in side] for side in (self.input, self.output)]
+        controls = self.sequence_batching.control_input if self.sequence_batching is not None else ()
+        ids = [(each.name, each.datatype) for each in controls if each.kind == "CONTROL_SEQUENCE_CORRID"]
+        return str((self.max_batch_size, self.decoupled, tensors, ids))
+
+    @property
     def for_worker(self) -> ModelConfig:
         """Without what may be larger than a message to the worker: class names, which it has no use for, and the
         bytes of data files, which it reads itself (`with_data`).

@@ -36,7 +36,11 @@ if TYPE_CHECKING:
 FLUSH = 64  # inline executions remembered at most
 RECHECK = 100  # batches after which it is looked at again whether batching has come to pay
 _numbers = itertools.count(1)
-MISSING: Verdict = (Code.UNAVAILABLE, "the model is not loaded")
+
+
+def not_loaded(model: str) -> Verdict:
+    """Of requests that have not begun."""
+    return Code.UNAVAILABLE, f"model '{model}' is not loaded"
 
 
 def follow(known: int, took: int) -> int:

@@ -17,7 +17,7 @@ from broker.worker.ensemble import Ensemble
 from broker.worker.ensemble_remote import Elsewhere, SpreadEnsemble
 from broker.worker.loop import Loop
 from broker.worker.messages import LoadInstances
-from broker.worker.model import MISSING, LoadedModel
+from broker.worker.model import LoadedModel, not_loaded
 from broker.worker.plans import Plan, adopt
 from broker.worker.streams import Streams
 from shm import statistics
@@ -27,8 +27,6 @@ from shm.errors import Code, InferError
 MAX_SIGNATURES = 4096
 Load = tuple[str, int, int]  # model, version, generation
 Plans = Callable[[], list[Plan]]  # all that are bound, asked for after a change: none may slip in between
-CHANGED: Verdict = (Code.UNAVAILABLE, "the model was reloaded with other inputs or outputs: prepare the plan again")
-UNTIL_A_LOAD = (None, MISSING, CHANGED)  # what a load may change
 
 
 @final
@@ -226,39 +224,38 @@ class ModelTable:
     def close(self, plan: Plan, verdict: Verdict) -> None:
         """Let the plan take no request any more, whatever is loaded later. The first verdict stays."""
         with self.lock:
-            if plan.closed in UNTIL_A_LOAD:
+            if _provisional(plan):
                 plan.close(verdict)
 
     def _settle(self, plan: Plan) -> None:
         with self.lock:  # until it is done: a load and a bind may settle the same plan at once
             versions = self._versions.get(plan.model_name, {})
             model = versions.get(plan.version or max(versions, default=0))
-            if plan.closed not in UNTIL_A_LOAD or plan.pinned is not None:
+            if not _provisional(plan) or plan.pinned is not None:
                 return
             if model is None or not _fits(plan, model):
-                plan.close(MISSING if model is None else CHANGED)
+                plan.close(not_loaded(plan.model_name) if model is None else changed(plan.model_name))
                 plan.forget_bindings()
             elif plan.model is not model or plan.closed is not None:
                 self._adopt(plan, model)
 
 
-def _fits(plan: Plan, model: LoadedModel) -> bool:
-    """The broker may have checked a new plan against the model that `model` has replaced."""
-    config = model.config
-    if plan.model is not None:
-        return _same_signature(plan.model, model)
-    types = {tensor.name: tensor.datatype for tensor in (*config.input, *config.output)}
+def changed(model: str) -> Verdict:
+    """The plan was checked against a model that takes or gives something else. What clients know this by is the end."""
     return (
-        bool(plan.responses) == config.decoupled
-        and plan.rows <= config.max_batch_size
-        and all(types.get(tensor.name, tensor.datatype) == tensor.datatype for tensor in plan.inputs)  # or an id
-        and all(types.get(tensor.name) == tensor.datatype for tensor in plan.outputs)
+        Code.UNAVAILABLE,
+        f"model '{model}' was reloaded with other inputs or outputs: prepare the plan again",
     )
 
 
-def _same_signature(old: LoadedModel, new: LoadedModel) -> bool:
-    def key(model: LoadedModel) -> object:
-        tensors = (*model.config.input, *model.config.output)
-        return model.config.max_batch_size, model.config.decoupled, [(t.name, t.datatype, t.dims) for t in tensors]
+def _provisional(plan: Plan) -> bool:
+    """May a load change whether the plan takes requests?"""
+    return plan.closed in (None, not_loaded(plan.model_name), changed(plan.model_name))
 
-    return key(old) == key(new)
+
+def _fits(plan: Plan, model: LoadedModel) -> bool:
+    """Was it checked against a model like this one? The broker may have known the one that `model` has replaced.
+
+    Steps of ensembles in this worker are not checked by the broker, and name no interface.
+    """
+    return plan.interface in ("", model.config.interface)

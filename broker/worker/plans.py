@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.worker.messages import BindPlan, PlanTensor
-from broker.worker.model import MISSING, LoadedModel
+from broker.worker.model import LoadedModel, not_loaded
 from broker.worker.overlap import Crowds
 from broker.worker.regions import Region, RegionTable
 from shm import datatypes, views
@@ -87,6 +87,7 @@ class Plan:
         "index",
         "input_positions",
         "inputs",
+        "interface",
         "key",
         "model",
         "model_name",
@@ -115,13 +116,14 @@ class Plan:
         self.model: LoadedModel | None = None
         self.input_positions, self.output_positions = message.input_positions, message.output_positions
         self.rows = message.rows
+        self.interface = message.interface
         self.owner = message.owner
         self.step = message.step  # of an ensemble in another worker: it keeps its model
         self.pinned: LoadedModel | None = None
         self.responses = message.responses  # places for them in one output position; 0: one response
         self.retryable = message.retryable
         self.refused_until_ns = message.refused_until_ns
-        self.closed: Verdict | None = MISSING
+        self.closed: Verdict | None = not_loaded(message.model)
         self.busy = bytearray(message.output_positions)
         self.reads: dict[int, int] = {}
         self.inputs = tuple(_placed(t, regions, message.input_positions, False, message) for t in message.inputs)

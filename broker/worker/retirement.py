@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from broker.worker.model import MISSING, LoadedModel
+from broker.worker.model import LoadedModel, not_loaded
 from broker.worker.sequences import Sequences
 
 
@@ -25,7 +25,7 @@ def claim(model: LoadedModel) -> bool:
     if len(taken) < len(model.instances):
         model.free.extend(taken)
         return False
-    model.closed = MISSING
+    model.closed = not_loaded(model.name)
     return True
 
 

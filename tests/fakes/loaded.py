@@ -123,6 +123,7 @@ class Loaded:
             input_positions=input_positions,
             output_positions=output_positions,
             rows=rows,
+            interface=self.model.config.interface,
             responses=responses,
         )
         plan = Plan(message, self.regions, self.crowds)

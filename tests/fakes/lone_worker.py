@@ -177,7 +177,7 @@ class Session:
 
     def bind(self, config: ModelConfig, at: int = 0, positions: int = 16, **fields: object) -> PlanOn:
         """A plan with inputs from byte `at` and outputs 4096 bytes on, one row each, back to back."""
-        known: dict[str, object] = {"follow_latest": True, "retryable": True, **fields}
+        known: dict[str, object] = {"interface": config.interface, "follow_latest": True, "retryable": True, **fields}
         message = messages.BindPlan(
             session=self.number,
             index=next(self._plans),

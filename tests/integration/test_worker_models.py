@@ -90,12 +90,12 @@ def test_a_plan_waits_for_its_model(worker, gate, session):
     config = gate.config()
     plan = session.bind(config)
     early = plan.submit(1).wait()
-    assert (early.code, early.text) == (Code.UNAVAILABLE, "the model is not loaded")
+    assert (early.code, early.text) == (Code.UNAVAILABLE, f"model '{config.name}' is not loaded")
     worker.load(config)
     assert plan.infer(1) == 2
     unload(worker, config)
     gate.closed_are(1)
-    assert plan.submit(1).wait().text == "the model is not loaded"
+    assert plan.submit(1).wait().text == f"model '{config.name}' is not loaded"
     worker.load(config)
     assert plan.infer(3) == 4
     unload(worker, config)
@@ -139,7 +139,7 @@ def test_an_unload_finishes_what_it_has(worker, gate, session):
     eventually(lambda: block[statistics.PENDING] == 2)
     unload(worker, config)
     late = plan.submit(1, 9).wait()
-    assert (late.code, late.text) == (Code.UNAVAILABLE, "the model is not loaded")
+    assert (late.code, late.text) == (Code.UNAVAILABLE, f"model '{config.name}' is not loaded")
     assert gate.closed == 0
     gate.let(3)
     assert [one.result() for one in sent] == [0] * 3
@@ -163,7 +163,7 @@ def test_unloading_under_traffic_ends_every_request_once(worker, gate, session):
                 assert one.output() == k + 1
                 succeeded += 1
             else:
-                assert (one.code, one.text) == (Code.UNAVAILABLE, "the model is not loaded")
+                assert (one.code, one.text) == (Code.UNAVAILABLE, f"model '{config.name}' is not loaded")
                 refused += 1
         worker.answer(number)
         worker.load(config, blocks, generation)

@@ -10,7 +10,7 @@ from broker.repository.config import InstanceGroup, ModelConfig
 from broker.repository.scheduling import DynamicBatching
 from broker.worker.backends import Binding, Context
 from broker.worker.batch import SHORT_NS
-from broker.worker.model import MISSING, LoadedModel, instance_count
+from broker.worker.model import LoadedModel, instance_count, not_loaded
 from broker.worker.scheduler import Scheduler
 from broker.worker.turn import Turn
 from shm import statistics
@@ -342,11 +342,11 @@ def test_nothing_begins_on_a_closed_model(scheduler, models):
     model, other = models(), models()
     scheduler.retire(model)
     scheduler.close_retired()
-    assert model.closed == MISSING
+    assert model.closed == not_loaded(model.name)
     assert model.free == [], "the leader's inline path asks nobody"
     late, fine = request(model), request(other)
-    assert scheduler.add([late, fine]) == [(late, MISSING)]
-    assert scheduler.adopt(Recovered([], [late])) == [(late, MISSING)]
+    assert scheduler.add([late, fine]) == [(late, not_loaded(model.name))]
+    assert scheduler.adopt(Recovered([], [late])) == [(late, not_loaded(model.name))]
     assert scheduler.due(0).requests == [fine]
     assert not scheduler.waiting()
 

@@ -16,7 +16,7 @@ from clientlib.results import InferResult
 from shm.errors import Code, InferError
 from tests.fakes.processes import in_loop
 
-GONE = InferError(Code.NOT_FOUND, "the model is not loaded")
+GONE = InferError(Code.NOT_FOUND, "model 'm' is not loaded")
 WORD = InferError(Code.INTERNAL, "An Error Occurred")
 EXPIRED = InferError(Code.UNAVAILABLE, "Request timeout expired: it was queued for 3 ms")
 END, HANG = "end", "hang"
@@ -104,7 +104,7 @@ def told(*attempts: Sequence[Any] | InferError) -> tuple[list[tuple[str, bool]],
         ([1, WORD, 2], [("1", False), ("An Error Occurred", False), ("2", False)], True),
         ([WORD, END], [("An Error Occurred", True)], True),
         ([EXPIRED, END], [("Request timeout expired", True)], True),
-        ([1, GONE, 2], [("1", False), ("the model is not loaded", False), ("2", False)], True),
+        ([1, GONE, 2], [("1", False), ("model 'm' is not loaded", False), ("2", False)], True),
         ([-1, 2], [("does not fit", False), ("2", False)], True),
     ],
 )
@@ -119,7 +119,7 @@ def test_a_request_that_has_not_run_begins_anew_once() -> None:
     assert (came, source.anew, ends) == ([("1", True)], [False, True], [False])
     assert source.given[0].closed
     came, source, _ = told([GONE, END], [GONE, END])
-    assert (came, source.anew) == ([("the model is not loaded", True)], [False, True])
+    assert (came, source.anew) == ([("model 'm' is not loaded", True)], [False, True])
     came, _, _ = told([GONE, END], WORD)
     assert came == [("An Error Occurred", True)]
 

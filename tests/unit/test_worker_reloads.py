@@ -12,11 +12,12 @@ import msgspec
 import onnx
 import pytest
 
+from broker.repository.scheduling import Control, SequenceBatching
 from broker.worker import models as worker_models
 from broker.worker.loop import Loop
 from broker.worker.messages import LoadInstances
-from broker.worker.model import MISSING, LoadedModel
-from broker.worker.models import CHANGED, ModelTable
+from broker.worker.model import LoadedModel, not_loaded
+from broker.worker.models import ModelTable, changed
 from broker.worker.plans import adopt
 from shm import statistics
 from shm.errors import Code
@@ -26,6 +27,7 @@ from tests.fakes.loading import config_of
 from tests.unit.test_execute_batches import BATCHING, X, results, rows_at
 
 Load = Callable[..., Loaded]
+CORRELATION = Control(name="id", kind="CONTROL_SEQUENCE_CORRID", datatype="BYTES")
 
 
 @pytest.fixture
@@ -105,14 +107,14 @@ def test_a_reload_rebinds_plans_or_closes_those_that_do_not_fit(load, table):
         assert (plan.closed, plan.model) == (None, model)
         loaded.run(loaded.request(plan), model=model)
     table.publish(published[2], lambda: [plan])
-    assert plan.closed == CHANGED
+    assert plan.closed == changed("m")
     assert not plan.bindings
     assert not plan.simple
     table.publish(published[3], lambda: [plan])
     assert (plan.closed, plan.model) == (None, published[3])
     loaded.run(loaded.request(plan), model=published[3])
     table.unload("m", 1, lambda: [plan])
-    assert plan.closed == MISSING
+    assert plan.closed == not_loaded("m")
     assert not plan.bindings
     assert table.instances == 0
     for model in published:
@@ -127,7 +129,7 @@ def test_a_load_does_not_open_a_plan_that_is_closed_meanwhile(load, table, monke
     if not missing:
         table.publish(models_of[0], lambda: [plan])
     else:
-        plan.close(MISSING)
+        plan.close(not_loaded("m"))
     gone = (Code.NOT_FOUND, "the region went")
     closing = threading.Thread(target=table.close, args=(plan, gone))
 
@@ -151,7 +153,7 @@ def test_a_load_does_not_open_a_plan_that_is_closed_meanwhile(load, table, monke
 def test_a_plan_without_a_model_is_closed_for_good_too(load, table):
     loaded = load(models.add1())
     plan = rows_at(loaded, loaded.memory())
-    plan.close(MISSING)
+    plan.close(not_loaded("m"))
     table.close(plan, (Code.NOT_FOUND, "the plan was released"))
     model = load_into(table, loaded)
     table.publish(model, lambda: [plan])
@@ -176,26 +178,35 @@ def test_signatures_are_bounded_and_only_cost_batches(load, table, monkeypatch):
     assert plans[0].signature != plans[1].signature
 
 
-@pytest.mark.parametrize("change", ["none", "decoupled", "not decoupled", "batch", "input", "output", "outputs"])
+@pytest.mark.parametrize(
+    "change", ["none", "decoupled", "not decoupled", "batch", "input", "dims", "needed", "output", "outputs", "id"]
+)
 def test_a_plan_that_was_checked_against_the_model_before_is_closed(load, table, change):
     loaded = load(models.add1())
     config = loaded.model.config
     (x,), (y,) = config.input, config.output
-    responses = 4 if change == "not decoupled" else 0
+    if change == "not decoupled":
+        config = msgspec.structs.replace(config, decoupled=True)
+    if change == "needed":
+        config = msgspec.structs.replace(config, input=(msgspec.structs.replace(x, optional=True),))
     changes = {
         "decoupled": {"decoupled": True},
+        "not decoupled": {"decoupled": False},
         "batch": {"max_batch_size": 0},
         "input": {"input": (msgspec.structs.replace(x, datatype="INT32"),)},
+        "dims": {"input": (msgspec.structs.replace(x, dims=(8,)),)},
+        "needed": {"input": (x,)},
         "output": {"output": (msgspec.structs.replace(y, datatype="INT32"),)},
         "outputs": {"output": (msgspec.structs.replace(y, name="z"),)},
+        "id": {"sequence_batching": SequenceBatching(control_input=(CORRELATION,))},
     }
     loaded.model.config = msgspec.structs.replace(config, **changes.get(change, {}))
     model = load_into(table, loaded)
     memory = loaded.memory()
-    outputs = [spec("y", (-1,), offset=4096, byte_size=64)] if responses else [spec("y", (1, 4), offset=4096)]
-    plan = loaded.plan(memory, [spec("x", (1, 4))], outputs, rows=1, responses=responses)
-    plan.model, plan.closed = None, MISSING
+    plan = loaded.plan(memory, [spec("x", (1, 4))], [spec("y", (1, 4), offset=4096)], rows=1)
+    plan.interface = config.interface
+    plan.model, plan.closed = None, not_loaded("m")
     table.publish(model, list)
     table.bind(plan)
-    assert plan.closed == (None if change == "none" else CHANGED)
+    assert plan.closed == (None if change == "none" else changed("m"))
     model.close()
