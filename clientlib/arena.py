@@ -103,29 +103,59 @@ class Store:
 
 
 @final
-class Bank:
-    """The places of one plan in its block."""
+class Turn:
+    """Who waits for a place. `lease`: the one that it was given; then `call`, in any thread, tells the one who waits."""
 
-    __slots__ = ("_block", "_free", "places", "waiters")
+    __slots__ = ("__weakref__", "call", "lease")
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call = call
+        self.lease: Lease | None = None
+
+
+@final
+class Bank:
+    """The places of one plan in its block.
+
+    `waiters`: those who wait, and those who were given a place and have not gone on: until the last of them has, nobody
+    who comes later gets one, so that requests are sent in the order in which they were made.
+    """
+
+    __slots__ = ("_block", "_free", "_line", "places", "waiters")
 
     def __init__(self, block: Block, places: int) -> None:
         self._block = block
         self._free = deque(range(places))
+        self._line: deque[Turn] = deque()  # those of the waiters who have no place
         self.places = places
-        self.waiters: deque[Callable[[], None]] = deque()  # called, in any thread, when it is their turn to `take_next`
+        self.waiters: set[Turn] = set()
 
     def take(self) -> Lease | None:
         """A place, unless others have waited longer; the longest unused one, so that requests made in a row are
         neighbours in memory and can run as one batch.
         """
-        return None if self.waiters else self.take_next()
-
-    def take_next(self) -> Lease | None:
-        """A place for the one whose turn it is."""
+        if self.waiters:
+            return None
         try:
             return Lease(self, self._free.popleft())
         except IndexError:
             return None
+
+    def wait(self, call: Callable[[], None]) -> Turn:
+        """Wait in line. Whoever does must `leave`."""
+        turn = Turn(call)
+        self.waiters.add(turn)
+        self._line.append(turn)
+        self._serve()
+        return turn
+
+    def leave(self, turn: Turn) -> Lease | None:
+        """Go on, with the place that one was given, or wait no longer."""
+        with contextlib.suppress(ValueError):
+            self._line.remove(turn)
+        self.waiters.discard(turn)
+        lease, turn.lease = turn.lease, None
+        return lease
 
     def can_spare(self) -> bool:
         """May arrays keep a place? A quarter of them always goes on serving requests."""
@@ -134,13 +164,17 @@ class Bank:
     def give_back(self, place: int) -> None:
         """Any thread, any time."""
         self._free.append(place)
-        self.call_next()
+        if self._line:
+            self._serve()
 
-    def call_next(self) -> None:
-        """Whoever waits longest may try. Also called by one who leaves without having tried."""
-        if self._free:
-            with contextlib.suppress(IndexError):
-                self.waiters.popleft()()
+    def _serve(self) -> None:
+        """Free places go to those who wait longest. A place that finds nobody any more goes back with its lease."""
+        with contextlib.suppress(IndexError):
+            while self._line:
+                lease = Lease(self, self._free.popleft())
+                turn = self._line.popleft()
+                turn.lease = lease
+                turn.call()
 
 
 @final

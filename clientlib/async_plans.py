@@ -227,7 +227,7 @@ class AsyncPlan(StaysHere):
                 await self._client.grow(self, needed, deadline_ns)
             return await self.source(deadline_ns, input_slot, options, values)
         bank = bound.layout.bank
-        lease = None if bank is None else bank.take() or await self._lease(bank, deadline_ns)
+        lease = None if bank is None else bank.take() or await take_place(bank, deadline_ns)
         inflow = AsyncInflow(self, bound, input_slot, options, deadline_ns, lease, values)
         self._claim(bound, inflow)
         try:
@@ -285,7 +285,7 @@ class AsyncPlan(StaysHere):
         flags = check_options(*options) if any(options) else 0
         lease = None
         if bound.layout.bank is not None:
-            lease = bound.layout.bank.take() or await self._lease(bound.layout.bank, deadline_ns)
+            lease = bound.layout.bank.take() or await take_place(bound.layout.bank, deadline_ns)
             if bound.layout.writes:
                 input_slot = lease.place
             if bound.layout.owns_outputs:
@@ -328,31 +328,29 @@ class AsyncPlan(StaysHere):
             bound.channel.reap()  # the other request may have ended since the last look
         raise (InferError if holder is None else RangeInUse)(Code.INVALID_ARG, overlap)
 
-    async def _lease(self, bank: Bank, deadline_ns: int) -> Lease:
-        """Await a place, first come, first served."""
-        loop = asyncio.get_running_loop()
-        called = asyncio.Event()
 
-        def call() -> None:  # called from any thread, wherever an array was collected
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(called.set)
+async def take_place(bank: Bank, deadline_ns: int) -> Lease:
+    """Await a place, first come, first served."""
+    loop = asyncio.get_running_loop()
+    called = asyncio.Event()
 
-        bank.waiters.append(call)
-        bank.call_next()
-        try:
-            async with asyncio.timeout(remaining_s(deadline_ns)):
-                while True:
-                    await called.wait()
-                    if (lease := bank.take_next()) is not None:
-                        return lease
-                    called.clear()
-                    bank.waiters.appendleft(call)
-        except TimeoutError:
+    def call() -> None:  # called from any thread, wherever an array was collected
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(called.set)
+
+    turn = bank.wait(call)
+    try:
+        async with asyncio.timeout(remaining_s(deadline_ns)):
+            await called.wait()
+    except BaseException as error:
+        bank.leave(turn)
+        del turn  # a task that was cancelled keeps this frame, which must not keep a place
+        if isinstance(error, TimeoutError):
             raise expired() from None
-        finally:
-            with contextlib.suppress(ValueError):
-                bank.waiters.remove(call)
-            bank.call_next()  # there may be a place for the next one too
+        raise
+    lease = bank.leave(turn)
+    assert lease is not None
+    return lease
 
 
 @contextlib.asynccontextmanager

@@ -5,7 +5,6 @@ For threads; used by `clientlib.plans` and `clientlib.streams` where the first t
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import time
@@ -45,27 +44,24 @@ def _try_claim(bound: Bound[Lane], request: Waiting) -> tuple[str, object]:
 def take_place(bound: Bound[Lane], bank: Bank, deadline_ns: int) -> Lease:
     """A place of the client's own; waits until the deadline, without one for a second."""
     until = deadline_ns / 1e9 if deadline_ns else _now() + FULL_WAIT_S
-    while True:
-        # Requests that nobody waits for give their places back only when somebody looks.
-        look_at(bound.live)
-        lock = threading.Lock()
-        lock.acquire()
-        turn = functools.partial(wake, lock)
-        bank.waiters.append(turn)
-        bank.call_next()
-        called = lock.acquire(timeout=max(0.0, min(until - _now(), LOOK_AGAIN_S)))
-        if not called:
-            with contextlib.suppress(ValueError):
-                bank.waiters.remove(turn)
-        if (lease := bank.take_next()) is not None:
-            bank.call_next()
-            return lease
-        if _now() >= until:
-            raise InferError(
-                Code.UNAVAILABLE,
-                f"all {bank.places} places of this plan are in use: take the results of its requests, let their "
-                "arrays go, or place the outputs in a region",
-            )
+    lock = threading.Lock()
+    lock.acquire()
+    turn = bank.wait(functools.partial(wake, lock))
+    try:
+        while True:
+            # Requests that nobody waits for give their places back only when somebody looks.
+            look_at(bound.live)
+            if lock.acquire(timeout=max(0.0, min(until - _now(), LOOK_AGAIN_S))) or _now() >= until:
+                break
+    finally:
+        lease = bank.leave(turn)
+    if lease is None:
+        raise InferError(
+            Code.UNAVAILABLE,
+            f"all {bank.places} places of this plan are in use: take the results of its requests, let their "
+            "arrays go, or place the outputs in a region",
+        )
+    return lease
 
 
 def submit_when_free(

@@ -30,6 +30,8 @@ MAX_PLANS = 512
 MAX_BYTES = 256 << 20  # of places, for all plans but the last
 FIRST = Budget(places=2, byte_size=0)  # of a plan that may never be used again; others wait while both run
 BUDGET = Budget(places=64, byte_size=8 << 20, least=4)  # of one whose requests come at the same time
+# Steps of sequences that have no slot yet keep their places, and those of the others, which make room, must find some.
+STEPS = Budget(places=1024, byte_size=64 << 20, least=16)
 
 Aliases = Mapping[str, Alias]  # by the principal's name
 
@@ -252,7 +254,7 @@ async def prepare(
             inputs[tensor.name] = ArrayInput(tensor.datatype, tensor.shape, size)
     where = {output.name: places.get(output.name) for output in outputs}
     # Steps of a sequence keep their order in one plan; while another took its place one could overtake others.
-    budget = BUDGET if request.sequence_id else FIRST
+    budget = STEPS if request.sequence_id else FIRST
     recipe = Recipe(model.name, model.version, inputs, where, 1, 1, budget, raw=True)
     plan = await client.prepare_recipe(recipe, model)
     entry = Entry(plan, model, list(where), targets, direct=len(places) == len(targets), text_id=model is not given)

@@ -15,7 +15,7 @@ from tests.fakes.gateway_core import REMOTE, arrays, request, served
 from tests.fakes.lender import Lending
 from tests.integration.test_sequence_ids import MODELS
 
-STEPS, SEQUENCES = 6, 10  # more than a plan has places
+STEPS, SEQUENCES = 20, 10  # more sequences than slots, more steps than other plans have places
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import random
 
 import numpy as np
 import pytest
 
 from clientlib.arena import Bank, Store, owning
+from clientlib.async_plans import take_place
 from clientlib.region import MappedRegion
 from shm.errors import InferError
 from shm.regions import create_pool
@@ -97,10 +100,59 @@ class TestArena:
         bank, _ = self.bank(1)
         lease = bank.take()
         called = []
-        bank.waiters.append(lambda: called.append(bank.take_next()))
+        first, second = (bank.wait(lambda number=number: called.append(number)) for number in range(2))
         assert bank.take() is None
         del lease
-        assert called[0].place == 0
+        assert called == [0]
+        assert bank.take() is None, "the first has not gone on yet"
+        lease = bank.leave(first)
+        assert lease.place == 0
+        assert bank.leave(second) is None
+        assert bank.take() is None
+        del lease, first
+        assert bank.take().place == 0
+
+    def test_a_place_for_somebody_who_has_left_is_the_next_one_s(self):
+        bank, _ = self.bank(1)
+        lease = bank.take()
+        first, second = (bank.wait(lambda: None) for _ in range(2))
+        del lease
+        bank.leave(first)
+        del first
+        assert bank.leave(second).place == 0
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_tasks_go_on_in_the_order_in_which_they_asked(self, seed):
+        """Whatever is given back, cancelled or asked meanwhile, and whenever."""
+        bank, _ = self.bank(4)
+        rng = random.Random(seed)
+        order, tasks, cancelled, held = [], [], set(), []
+
+        async def ask(number):
+            lease = bank.take() or await take_place(bank, 0)
+            order.append(number)
+            held.append(lease)
+
+        async def test():
+            while len(tasks) < 200 or len(order) + len(cancelled) < 200:
+                act = rng.random()
+                if act < 0.5 and len(tasks) < 200:
+                    tasks.append(asyncio.create_task(ask(len(tasks))))
+                elif act < 0.8 and held:
+                    held.pop(rng.randrange(len(held)))
+                elif act < 0.85 and len(tasks) < 200:
+                    waiting = [n for n in range(len(tasks)) if not tasks[n].done() and n not in cancelled]
+                    if waiting and tasks[number := rng.choice(waiting)].cancel():
+                        cancelled.add(number)
+                else:
+                    await asyncio.sleep(0)
+                cancelled.difference_update(order)
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        asyncio.run(asyncio.wait_for(test(), 30))
+        assert order == sorted(order)
+        held.clear()
+        assert sorted(lease.place for lease in [bank.take() for _ in range(4)]) == [0, 1, 2, 3]
 
     def test_blocks_come_back_when_their_banks_go(self):
         bank, store = self.bank(64)
