@@ -104,7 +104,7 @@ class Store:
 
 @final
 class Turn:
-    """Who waits for a place. `lease`: the one that it was given; then `call`, in any thread, tells the one who waits."""
+    """Who waits for a place. `lease`: the one that it was given; then `call` is called, in any thread."""
 
     __slots__ = ("__weakref__", "call", "lease")
 
