@@ -30,11 +30,13 @@ from shm.errors import Code, InferError
 from shm.responses import Extent
 from shm.worker_channel import WorkerChannel
 
-PATIENCE_NS = 30_000_000_000  # how long a response waits for a client that does not read those before it
+PATIENCE_NS = 30_000_000_000  # how long responses wait for a client that does not read those before them
+PACE_NS = 10_000_000_000  # of that, what each that was read gives back: else a model's thread is held at one per 29 s
 SHORTEST_S, LONGEST_S = 50e-6, 1e-3  # between two looks at whether it has: clients do not ring for that
 UNREAD: Verdict = (
     Code.UNAVAILABLE,
-    f"the client did not read its responses for {PATIENCE_NS // 10**9} s, so the request was cancelled",
+    f"the client did not read its responses for {PATIENCE_NS // 10**9} s, or fewer of them than one every "
+    f"{PACE_NS // 10**9} s, so the request was cancelled",
 )
 _now = time.monotonic_ns
 
@@ -53,6 +55,7 @@ class Answers:
         "_numbers",
         "_over",
         "_parts",
+        "_patience",
         "_plan",
         "_rooms",
         "_runs",
@@ -75,6 +78,7 @@ class Answers:
         self._rooms = [tensor.place.byte_size // plan.responses for tensor in plan.outputs]
         self._numbers: deque[int] = deque(maxlen=plan.responses)  # of the latest parts, to know when they were read
         self._parts = 0
+        self._patience = PATIENCE_NS  # how long it may still wait
         self.kept: dict[str, Any] = {}  # by the model, from one run of the request to the next
         self._began = now
         self._clock = ResponseClock(instance.block, streams.lock, now)
@@ -230,6 +234,7 @@ class Answers:
         number = self._channel.respond(self.request)
         if number:
             self._numbers.append(number)
+            self._patience = min(PATIENCE_NS, self._patience + PACE_NS)
             self.request.copied = 0  # each completion has its own
             self.request.note = b""  # an ending without one has no response
         return number != 0
@@ -238,7 +243,7 @@ class Answers:
         """Until `ready`. False: nobody wants a response any more, and the request has ended."""
         if ready():
             return True
-        pause_s, until = SHORTEST_S, _now() + PATIENCE_NS
+        pause_s, until = SHORTEST_S, _now() + self._patience
         while not ready():
             if self.request.ended or self._channel.broken or _now() > until:
                 self._give_up(CANCELLED if self.request.ended or self._channel.broken else UNREAD)
@@ -246,6 +251,7 @@ class Answers:
             time.sleep(pause_s)
             self._streams.goes_on(self.request)
             pause_s = min(2 * pause_s, LONGEST_S)
+        self._patience = max(0, until - _now())
         return True
 
     def _fail(self, error: InferError, final: bool) -> None:
