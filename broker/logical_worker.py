@@ -34,13 +34,13 @@ from broker.worker.messages import (
     DropPlan,
     LinkMessage,
     LoadInstances,
+    Offence,
     RegionIdle,
     RetireRegion,
     Start,
     UnloadModel,
-    WantSession,
 )
-from broker.worker_process import Exit, ProcessDied, WorkerProcess
+from broker.worker_process import Exit, Notice, ProcessDied, WorkerProcess
 from broker.zygote_link import StartFailed, Zygote
 from shm.errors import Code, InferError
 
@@ -311,19 +311,26 @@ class Worker:
         plans = None if self._kill_next else self._owner.plans
         if plans is not None:
             for session, model in bury(self._records.values(), plans, now_ns):
-                if self._offenders.ending(session, model, now_ns):
-                    self._refuse(plans, session, model, now_ns + REFUSAL_NS)
+                self._blame(session, model, now_ns)
         self._owner.blocks.abandon(tuple(self.instances))
         self._was_ready |= bool(self._state.loading)  # there is a limit to deaths of loads: no need to wait in between
         self._given_up = self._state.deaths.died(self._state.loading)
 
-    def _refuse(self, plans: PlanBook, session: int, model: str, until_ns: int) -> None:
+    def _blame(self, session: int, model: str, now_ns: int, alive: WorkerProcess | None = None) -> None:
+        """A request ended a process for the second time: this one, or another worker's (`alive`: this one then)."""
+        plans = self._owner.plans
+        if plans is not None and self._offenders.ending(session, model, now_ns):
+            self._refuse(plans, session, model, now_ns + REFUSAL_NS, alive)
+
+    def _refuse(self, plans: PlanBook, session: int, model: str, until_ns: int, alive: WorkerProcess | None) -> None:
         _log.error("session %d killed worker '%s' twice with model '%s': refused for 60 s", session, self.key, model)
         plans.refuse(session, model, until_ns)
         for wanted in self._state.plans.values():
             message = wanted.message
             if isinstance(message, BindPlan) and (message.session, message.model) == (session, model):
                 wanted.message = replace(message, refused_until_ns=until_ns)
+                if alive is not None:
+                    alive.post(wanted.message)
 
     async def _after_death(self, pid: int, ended: Exit) -> None:
         self.last_death = ended.text
@@ -371,11 +378,13 @@ class Worker:
             end((record,), f"worker '{self.key}' cannot serve this channel any more: {reason}", time.monotonic_ns())
             self._owner.on_channel_broken(message.channel, f"worker '{self.key}' cannot serve it any more: {reason}")
 
-    def _noticed(self, message: ChannelBroken | RegionIdle | WantSession) -> None:
+    def _noticed(self, message: Notice) -> None:
         if isinstance(message, RegionIdle):
             self._uses.idle((message.region, message.generation))
         elif isinstance(message, ChannelBroken):
             self._owner.on_channel_broken(message.channel, message.reason)
+        elif isinstance(message, Offence):
+            self._blame(message.session, message.model, time.monotonic_ns(), self._state.process)
         elif self._state.process is not None:
             self._owner.on_session_wanted(self._state.process)
 

@@ -162,9 +162,10 @@ class Plans:
         return plan is not None and plan.message.retryable
 
     def model_of(self, session: int, plan_word: int) -> tuple[str, int] | None:
-        """(model, version) of a plan, None when it is gone."""
+        """(model, version) of a plan, None when it is gone or a step's."""
         plan = self._named_by(session, plan_word)
-        return None if plan is None else (plan.message.model, plan.message.version)
+        # For what a step of an ensemble does, its ensemble's worker names whom to blame.
+        return None if plan is None or plan.message.step else (plan.message.model, plan.message.version)
 
     def refuse(self, session: int, model: str, until_ns: int) -> None:
         """Requests of `session` for `model` killed workers: plans made until then carry that. CLOCK_MONOTONIC ns."""

@@ -21,6 +21,7 @@ from broker.worker.messages import (
     Acknowledged,
     ChannelBroken,
     LinkMessage,
+    Offence,
     Ping,
     Ready,
     Refused,
@@ -34,6 +35,7 @@ from shm.errors import Code, InferError, ProtocolError
 from shm.messages import MAX_DATAGRAM
 from shm.sockets import close_all, receive, send
 
+Notice = ChannelBroken | RegionIdle | WantSession | Offence
 LINGER_S = 1.0  # between the end of a link and the end of its process
 OUTBOX = 65536  # messages that wait for a worker to read its link
 
@@ -99,7 +101,7 @@ class WorkerProcess:
         life: int,
         *,
         on_exit: Callable[[WorkerProcess], None],
-        on_notice: Callable[[ChannelBroken | RegionIdle | WantSession], None],
+        on_notice: Callable[[Notice], None],
     ) -> None:
         self.pid = pid
         self.pidfd = pidfd
@@ -231,7 +233,7 @@ class WorkerProcess:
             case Ready():
                 if not self.ready.done():
                     self.ready.set_result(None)
-            case ChannelBroken() | RegionIdle() | WantSession():
+            case ChannelBroken() | RegionIdle() | WantSession() | Offence():
                 self._on_notice(message)
             case Acknowledged() | Refused():
                 answer = self._answers.pop(message.id, None)

@@ -31,6 +31,7 @@ from shm.layout import (
 from shm.worker_channel import WorkerChannel
 
 DIED = "the worker died while it ran this request"
+TWICE = f"{DIED}, alone and for the second time"
 
 
 class Ending(NamedTuple):
@@ -153,7 +154,7 @@ def _sentence(request: Request, state: int, retryable: bool | None) -> Verdict |
     if state == RESPONDED:
         return Code.UNAVAILABLE, f"{DIED}, after its first response"
     if state == STARTED and request.attempts >= 2:
-        return Code.UNAVAILABLE, f"{DIED}, alone and for the second time"
+        return Code.UNAVAILABLE, TWICE
     if state == STARTED and retryable is None:
         return Code.UNAVAILABLE, f"{DIED}, and its plan is gone, perhaps with a region of it: prepare it again"
     if state == STARTED and not retryable:

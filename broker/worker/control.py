@@ -61,7 +61,10 @@ class Control:
         self._of_steps: set[int] = set()  # sessions of other workers, for steps of their ensembles
         self._fds: dict[int, tuple[int, int]] = {}  # channel → its doorbell and pipe
         cache = ResponseCache(start.cache_byte_size, own_block) if start.cache_byte_size else None
-        self._elsewhere = Elsewhere(lambda: to_broker.send(messages.WantSession()))
+        self._elsewhere = Elsewhere(
+            lambda: to_broker.send(messages.WantSession()),
+            lambda session, model: to_broker.send(messages.Offence(session=session, model=model)),
+        )
         self._models = ModelTable(self._loop, cache, self._elsewhere)
         self._waits: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         self._threads = 0

@@ -38,7 +38,9 @@ ALONE_S = 60.0  # for a step elsewhere while nothing else may run here
 class Elsewhere:
     """What this worker's ensembles need of others: one per process."""
 
-    def __init__(self, ask: Callable[[], None]) -> None:
+    def __init__(self, ask: Callable[[], None], blame: Callable[[int, str], None]) -> None:
+        """`blame`: the session and the model of a request that ended another worker for the second time."""
+        self.blame = blame
         self.session = StepSession(ask)
         self.memory = SharedMemory(self.session)
 
@@ -52,7 +54,7 @@ class SpreadEnsemble(Ensemble):
     ) -> None:
         super().__init__(model, members, self._pass_on, self._back)
         self.remote: dict[int, RemoteMember] = model.config.remote
-        self.session, self.memory = elsewhere.session, elsewhere.memory
+        self.session, self.memory, self.blame = elsewhere.session, elsewhere.memory, elsewhere.blame
         self.rooms: dict[str, int] = {}  # ensemble tensor of unknown size → bytes that the largest so far took
         self._stand_ins = {at: LoadedModel(each.config, 0, each.generation) for at, each in self.remote.items()}
         steps = self.graph.steps

@@ -20,6 +20,7 @@ from shm import datatypes
 from shm.admission import Request, Verdict
 from shm.errors import Code, InferError
 from shm.layout import CODE_MASK
+from shm.recovery import TWICE
 
 if TYPE_CHECKING:
     from broker.worker.ensemble_remote import SpreadEnsemble
@@ -60,6 +61,16 @@ class SpreadRun(Run):
         self._ensemble.adopt(plan, model)
         step.plan = plan
         return prepared.bind(at, plan, described, member, self._plan.owner)
+
+    def blame(self) -> None:
+        """A step ended another worker for the second time: tell whose request it was, and for which model."""
+        request = self._request
+        while isinstance(request.channel, Run):  # it is a step itself
+            request = request.channel._request
+        plan = request.plan
+        assert isinstance(plan, Plan)
+        if not plan.step:  # else it is told where its ensemble is
+            self._ensemble.blame(plan.session, plan.model_name)
 
     def give_up(self) -> None:
         """A step elsewhere takes too long, while nothing else runs here."""
@@ -158,6 +169,9 @@ class RemoteStep:
         step.queue_ns, step.input_ns, step.infer_ns, step.output_ns = entry[3:7]
         if not code:
             step.note = note
+        elif code == Code.UNAVAILABLE and TWICE.encode() in note:
+            self._run.blame()
+            step.fail(code, note.rstrip(b"\0").decode(errors="replace"))
         elif self._runs_again(code, text := note.rstrip(b"\0").decode(errors="replace")):
             return
         else:

@@ -12,7 +12,7 @@ Broker → worker:                         descriptors
     AttachChannel                        channel memfd, ledger memfd, eventfd, write end of the client's pipe
     OpenSession                          a connected session socket
     DetachChannel, Drain, Ping           -
-Worker → broker, unasked (id 0): Ready (once), ChannelBroken, RegionIdle, WantSession.
+Worker → broker, unasked (id 0): Ready (once), ChannelBroken, RegionIdle, WantSession, Offence.
 """
 
 from __future__ import annotations
@@ -198,6 +198,13 @@ class WantSession(LinkMessage, frozen=True, kw_only=True, tag=True):
     """An ensemble has members in other workers: their steps go there as requests of a session of this worker."""
 
 
+class Offence(LinkMessage, frozen=True, kw_only=True, tag=True):
+    """A step of a request for ensemble `model` was alone in another worker when it ended that for the second time."""
+
+    session: int
+    model: str
+
+
 class ChannelBroken(LinkMessage, frozen=True, kw_only=True, tag=True):
     """The client of this channel broke a rule of the channel: the broker hangs up its session."""
 
@@ -220,7 +227,7 @@ ToWorker = (
     | Drain
     | Ping
 )
-ToBroker = Ready | Acknowledged | Refused | ChannelBroken | RegionIdle | WantSession
+ToBroker = Ready | Acknowledged | Refused | ChannelBroken | RegionIdle | WantSession | Offence
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

@@ -1,13 +1,19 @@
 """A repository whose ensembles have members in several worker groups, and what they compute.
 
-scale    y = 3 x                     group "default"       FP32 [batch, n]
-shift    y = x + 1                   group "other"         FP32 [batch, n]
-found    y = positions that are not 0 group "other"        FP32 [n] -> INT64 [1, count]: known after the run
-rows     y = table[index]            group "default"       INT64 [1, count] -> FP32 [1, count, 4]
-text     y = x                       group "other"         BYTES
-sums     a sequence's running sum    group "other"         INT32 [1]
-slow     y = x + 1, held by a gate   group "other"         FP32 [4]
-fatal    y = x, dies on a negative   group "other"         FP32 [4]
+    scale    y = 3 x                        group "default"   FP32 [batch, n]
+    shift    y = x + 1                      group "other"     FP32 [batch, n]
+    found    y = positions that are not 0   group "other"     FP32 [n] -> INT64 [1, count]: known after the run
+    rows     y = table[index]               group "default"   INT64 [1, count] -> FP32 [1, count, 4]
+    text     y = x                          group "other"     BYTES
+    words    y = x                          group "default"   BYTES
+    sums     a sequence's running sum       group "other"     INT32 [1]
+    ints     y = x                          group "default"   INT32 [1]
+    slow     y = x + 1, held by a gate      group "other"     FP32 [4]
+    once     the same, never runs twice     group "other"     FP32 [4]
+    fatal    y = x, dies on a negative      group "other"     FP32 [4]
+
+"chain", "first", "last", "fan", "nested", "limited", "unknown", "texts", "summing" and "with_slow", "with_once",
+"with_fatal" are ensembles of these.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ import numpy as np
 from onnx import TensorProto, helper
 
 from tests.fakes import models
+from tests.fakes.lone_worker import Gate
 
 OTHER = 'parameters { key: "worker_group" value { string_value: "other" } }'
 SEQUENCE = """backend: "sequence"
@@ -99,6 +106,8 @@ def write(root: Path) -> None:
 parameters {{ key: "gate" value {{ string_value: "{root / "slow"}/gate" }} }}
 parameters {{ key: "told" value {{ string_value: "{root / "slow"}/told" }} }}"""
     models.write_model(root, "slow", config=gate)
+    models.write_model(root, "once", config=f'{gate} parameters {{ key: "retry" value {{ string_value: "false" }} }}')
+    (root / "once" / "backend.py").write_text(Gate.BACKEND)
     models.write_model(root, "fatal", config=f'max_batch_size: 4 backend: "fatal" {fp32} {OTHER}')
     (root / "fatal" / "backend.py").write_text(FATAL)
 
@@ -137,5 +146,5 @@ parameters {{ key: "told" value {{ string_value: "{root / "slow"}/told" }} }}"""
     steps = (step("ints", "INPUT0=IN", "OUTPUT0=a"), step("sums", "INPUT=a", "OUTPUT=OUT"))
     ensemble(root, "summing", ["IN INT32 1"], ["OUT INT32 1"], *steps)
     four = (["IN FP32 4"], ["OUT FP32 4"])
-    for name in ("slow", "fatal"):
+    for name in ("slow", "once", "fatal"):
         ensemble(root, f"with_{name}", *four, step("scale", "x=IN", "y=a"), step(name, "x=a", "y=OUT"))
