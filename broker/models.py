@@ -135,8 +135,7 @@ class Models(Catalogue):
     async def _load_many(self, names: Iterable[str], report: _Report) -> None:
         """Load models (none named: all): plain ones while the loader reads the next, then ensembles, members first."""
         asked, tried, done, total = tuple(names), set[str](), 0, 0
-        found: dict[str, ModelConfig] = {}
-        loads: list[asyncio.Task[None]] = []
+        found, loads = dict[str, ModelConfig](), list[asyncio.Task[None]]()
 
         async def serve(config: ModelConfig) -> None:
             async with self._turn(config.name):
@@ -370,8 +369,8 @@ class Models(Catalogue):
         _log.error("failed to load '%s' version %d: %s", model, number, reason)
         version.state, version.reason, version.generation = UNAVAILABLE, reason, 0
         # What served and cannot be had again, because its files have changed: what is there now is.
-        follow_up = self._load_many((model,), lambda done, total: None) if CHANGED in reason else self._changed(model)
-        self._follow_up(follow_up)
+        again = CHANGED in reason
+        self._follow_up(self._load_many((model,), lambda done, total: None) if again else self._changed(model))
 
     def _follow_up(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(self._told(work), name="loads that nobody waits for")

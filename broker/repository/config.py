@@ -34,7 +34,7 @@ _FileT = TypeVar("_FileT", InitialState, WarmUpInput)
 
 SEQUENCES = ("sequence", "dyna_sequence", "iterative_sequence", "implicit_state")
 SHARED = frozenset(("onnxruntime", "ensemble", "identity", "square", "repeat", *SEQUENCES))  # in one worker
-RETRY = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}  # texts of that parameter
+YES_NO = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}  # texts of such parameters
 
 
 class TensorConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,7 +145,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.stateful or self.decoupled:
             return False
-        return RETRY.get(self.parameters.get("retry", "").lower(), self.backend != "python")
+        return YES_NO.get(self.parameters.get("retry", "").lower(), self.backend != "python")
 
     @property
     def interface(self) -> str:

@@ -119,7 +119,7 @@ def test_a_backend_of_the_model_itself(tmp_path):
         'output { name: "y" data_type: TYPE_FP32 dims: [ -1, 2 ] }'
     )
     models.write_model(tmp_path, "m", config=text)
-    (tmp_path / "m" / "backend.py").write_text("")
+    (tmp_path / "m" / "backend.py").write_text("def load(context): ...\n")
     config = run(tmp_path)
     assert (config.backend, config.worker_group, config.platform) == ("mine", "mine", "")
     assert (config.input[0].datatype, config.input[0].symbols, config.input[0].zero_copy) == ("BYTES", ("?x:0",), False)

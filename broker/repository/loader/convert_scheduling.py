@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from tritonclient.grpc import model_config_pb2
 
-from broker.repository.config import MAX_DATA_FILE, InstanceGroup
+from broker.repository.config import MAX_DATA_FILE, YES_NO, InstanceGroup
 from broker.repository.loader.failure import ModelError
 from broker.repository.loader.files import read_file
 from broker.repository.loader.validate_scheduling import FLAGS, control_kind
@@ -90,11 +90,8 @@ def dynamic_batching(config: _Config) -> DynamicBatching | None:
 
 
 def drops_oldest(config: _Config) -> bool:
-    """The parameter `drop_oldest`. Raises ModelError for a text that means neither yes nor no."""
-    text = config.parameters[DROP_OLDEST].string_value.lower() if DROP_OLDEST in config.parameters else ""
-    if text not in ("", "true", "1", "yes", "false", "0", "no"):
-        raise ModelError(f"parameter {DROP_OLDEST} {text!r} must be true or false for {config.name}")
-    return text in ("true", "1", "yes")
+    """The parameter `drop_oldest`, whose text `parameters` has checked."""
+    return DROP_OLDEST in config.parameters and YES_NO.get(config.parameters[DROP_OLDEST].string_value.lower(), False)
 
 
 def _queue_policy(policy: Any, drop_oldest: bool) -> QueuePolicy:

@@ -7,15 +7,14 @@ defaults, validation, comparison with the model file.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tritonclient.grpc import model_config_pb2
 
-from broker.repository.config import RETRY, LoadFailure, ModelConfig, file_stamp
+from broker.repository.config import LoadFailure, ModelConfig, file_stamp
 from broker.repository.loader import pbtxt
-from broker.repository.loader.backend import ENSEMBLE, fill_backend
+from broker.repository.loader.backend import CUSTOM_BACKEND, ENSEMBLE, fill_backend
 from broker.repository.loader.complete import compare, complete
 from broker.repository.loader.convert import to_model_config
 from broker.repository.loader.failure import ModelError
@@ -24,6 +23,8 @@ from broker.repository.loader.grants import verdicts
 from broker.repository.loader.normalise import normalise
 from broker.repository.loader.onnx_file import Signature, read_model, read_signature
 from broker.repository.loader.origins import DEFAULT, FILE, MODEL, OVERRIDE, Origins
+from broker.repository.loader.own_code import check_code
+from broker.repository.loader.parameters import check_parameters
 from broker.repository.loader.support import ignored
 from broker.repository.loader.validate import validate
 from broker.repository.loader.validate_ensemble import validate_ensemble
@@ -31,8 +32,6 @@ from broker.repository.loader.where import located
 from broker.repository.loader.zero_copy import Verdict, policy
 from broker.repository.protocol import LoadRequest
 from broker.repository.scan import ModelDirectory, list_versions, why_no_version
-
-_WORKER_GROUP = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 
 class _Version(NamedTuple):
@@ -61,8 +60,8 @@ def load(model: ModelDirectory, request: LoadRequest) -> ModelConfig | LoadFailu
 
 
 def _located(reason: str, model: ModelDirectory, request: LoadRequest) -> str:
-    if model.name in request.overrides:  # not a file's text
-        return reason
+    if model.name in request.overrides or reason.startswith(os.path.join(model.path, CUSTOM_BACKEND)):
+        return reason  # not about that file's text
     try:
         path = _config_path(model, request.config_name)
         return located(reason, path, read_file(path, model.repository, pbtxt.MAX_CONFIG, "").decode(), model.name)
@@ -84,6 +83,8 @@ def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
         is_empty = not any(field.name != "name" for field, _ in config.ListFields())
         raise ModelError(none_served if is_empty else f"{error}\n    {none_served}") from error
     _check_file_name(config)
+    check_code(model)
+    notes += check_parameters(config)
     origins.mark(config, MODEL)
     read: list[_Version] = []
     completed = False
@@ -138,8 +139,6 @@ def _finish(
     origins.mark(config, DEFAULT)
     tensors = [tensor for version in read for tensor in (*version.signature.inputs, *version.signature.outputs)]
     validate(config, model, request.gpus, frozenset(tensor.name for tensor in tensors if tensor.shape == ()))
-    _check_worker_group(config)
-    _check_retry(config)
 
 
 def _read_older(
@@ -234,18 +233,6 @@ def _check_file_name(config: model_config_pb2.ModelConfig) -> None:
     name = config.default_model_filename
     if "\0" in name or name.startswith("/") or ".." in name.split("/"):
         raise ModelError(f"default_model_filename {name!r} must stay within the version directory")
-
-
-def _check_worker_group(config: model_config_pb2.ModelConfig) -> None:
-    group = config.parameters["worker_group"].string_value if "worker_group" in config.parameters else ""
-    if group and not _WORKER_GROUP.fullmatch(group):
-        raise ModelError(f"parameter worker_group {group!r} must have 1 to 64 letters, digits, _ . -")
-
-
-def _check_retry(config: model_config_pb2.ModelConfig) -> None:
-    text = config.parameters["retry"].string_value if "retry" in config.parameters else ""
-    if text and text.lower() not in RETRY:
-        raise ModelError(f"parameter retry {text!r} must be one of: {', '.join(RETRY)}")
 
 
 def _read_version(config: model_config_pb2.ModelConfig, model: ModelDirectory, number: int, directory: str) -> _Version:

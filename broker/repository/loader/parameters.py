@@ -1,0 +1,93 @@
+"""The parameters that are the broker's own: what their values may be, and what a misspelt name may have meant.
+
+Called by `load`. A backend of the user's own has parameters of its own, so a name that is not known is no error. Some
+are read here, the others where they work: in the worker, by `ModelConfig`'s properties, or while schedulers are made.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable
+
+from tritonclient.grpc import model_config_pb2
+
+from broker.repository.config import YES_NO
+from broker.repository.loader.convert_scheduling import DROP_OLDEST
+from broker.repository.loader.failure import ModelError
+from broker.repository.loader.grants import PARAMETER as ZERO_COPY_INPUTS
+
+_WORKER_GROUP = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+_SHORTEST = 6  # letters of a name that is taken for the beginning of ours
+
+
+def _worker_group(text: str) -> str:
+    if not text or _WORKER_GROUP.fullmatch(text):
+        return ""
+    return f"parameter worker_group {text!r} must have 1 to 64 letters, digits, _ . -"
+
+
+def _retry(text: str) -> str:
+    if not text or text.lower() in YES_NO:
+        return ""
+    return f"parameter retry {text!r} must be one of: {', '.join(YES_NO)}"
+
+
+def _drop_oldest(text: str) -> str:
+    return "" if not text or text.lower() in YES_NO else f"parameter {DROP_OLDEST} {text!r} must be true or false"
+
+
+def _seconds(text: str) -> str:
+    try:
+        is_one = math.isfinite(float(text)) and float(text) >= 0
+    except ValueError:
+        is_one = False
+    return "" if is_one else f"model parameter 'hang_timeout_s' must be a number of seconds, got '{text}'"
+
+
+def _threads(name: str) -> Callable[[str], str]:
+    def rule(text: str) -> str:
+        is_one = text.isascii() and text.isdigit() and len(text) < 10
+        return "" if is_one else f"model parameter '{name}' must be a number of threads, got '{text}'"
+
+    return rule
+
+
+def _switch(name: str) -> Callable[[str], str]:
+    def rule(text: str) -> str:
+        return "" if text in ("0", "1") else f"model parameter '{name}' must be 0 or 1, got '{text}'"
+
+    return rule
+
+
+_RULES: dict[str, Callable[[str], str]] = {
+    "worker_group": _worker_group,
+    "retry": _retry,
+    DROP_OLDEST: _drop_oldest,
+    "hang_timeout_s": _seconds,
+    ZERO_COPY_INPUTS: lambda text: "",  # `grants` knows the inputs
+}
+_ONNXRUNTIME: dict[str, Callable[[str], str]] = {
+    **{name: _threads(name) for name in ("intra_op_thread_count", "inter_op_thread_count")},
+    **{name: _switch(name) for name in ("allow_spinning", "execution_mode", "enable_mem_arena", "enable_mem_pattern")},
+}
+
+
+def check_parameters(config: model_config_pb2.ModelConfig) -> list[str]:
+    """A note for every name that looks like one of ours. Raises ModelError for a value that one cannot have."""
+    rules = {**_RULES, **(_ONNXRUNTIME if config.backend == "onnxruntime" else {})}
+    notes = []
+    for name, parameter in sorted(config.parameters.items()):
+        if name in rules:
+            if problem := rules[name](parameter.string_value):
+                raise ModelError(problem)
+        elif meant := _meant(name, list(rules)):
+            notes.append(f"parameter '{name}' has no meaning to the broker: did you mean '{meant}'?")
+    return notes
+
+
+def _meant(name: str, known: list[str]) -> str:
+    plain = name.lower().replace("-", "_")
+    begun = [each for each in known if len(plain) >= _SHORTEST and each.startswith(plain)]
+    return next(iter(begun or difflib.get_close_matches(plain, known, n=1, cutoff=0.75)), "")

@@ -1,0 +1,113 @@
+"""What is the broker's own in a model directory: parameters and `backend.py`, looked at before a worker does."""
+
+from __future__ import annotations
+
+import pytest
+
+from broker.commands import check_repositories
+from tests.fakes import models
+from tests.fakes.loading import config_of, reason_of, run
+
+CODE = """backend: "own"
+input { name: "x" data_type: TYPE_FP32 dims: -1 }
+output { name: "y" data_type: TYPE_FP32 dims: -1 }
+"""
+
+
+def parameter(name: str, value: str) -> str:
+    return f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("hang_timeout_s", "soon", "model parameter 'hang_timeout_s' must be a number of seconds, got 'soon'"),
+        ("hang_timeout_s", "-1", "model parameter 'hang_timeout_s' must be a number of seconds, got '-1'"),
+        ("hang_timeout_s", "nan", "model parameter 'hang_timeout_s' must be a number of seconds, got 'nan'"),
+        ("hang_timeout_s", "", "model parameter 'hang_timeout_s' must be a number of seconds, got ''"),
+        ("intra_op_thread_count", "two", "model parameter 'intra_op_thread_count' must be a number of threads, got"),
+        ("inter_op_thread_count", "-1", "model parameter 'inter_op_thread_count' must be a number of threads, got"),
+        ("allow_spinning", "yes", "model parameter 'allow_spinning' must be 0 or 1, got 'yes'"),
+        ("enable_mem_arena", "2", "model parameter 'enable_mem_arena' must be 0 or 1, got '2'"),
+        ("retry", "maybe", "parameter retry 'maybe' must be one of: true, 1, yes, false, 0, no"),
+        ("worker_group", "a b", "parameter worker_group 'a b' must have 1 to 64 letters, digits, _ . -"),
+        ("drop_oldest", "often", "parameter drop_oldest 'often' must be true or false"),
+    ],
+)
+def test_values_that_a_parameter_cannot_have(tmp_path, name, value, says):
+    reason = reason_of(tmp_path, models.add1(), f"max_batch_size: 4\n{parameter(name, value)}")
+    assert reason.startswith(says)
+    if value and " " not in value:
+        assert f"config.pbtxt:2: {parameter(name, value)}".strip() in reason
+
+
+def test_values_that_parameters_may_have(tmp_path):
+    allowed = {
+        "hang_timeout_s": "0.5",
+        "intra_op_thread_count": "2",
+        "allow_spinning": "1",
+        "retry": "NO",
+        "worker_group": "a.b-c",
+        "drop_oldest": "True",
+        "of_nobody": "anything",
+    }
+    config = config_of(tmp_path, models.add1(), "".join(parameter(*each) for each in allowed.items()))
+    assert config.parameters == allowed
+    assert not [note for note in config.notes if "parameter" in note]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("hang_timeout", "hang_timeout_s"),
+        ("hang-timeout-s", "hang_timeout_s"),
+        ("intra_op_threads_count", "intra_op_thread_count"),
+        ("worker_goup", "worker_group"),
+        ("zero_copy", "zero_copy_inputs"),
+        ("Drop_Oldest", "drop_oldest"),
+    ],
+)
+def test_misspelt_names_of_parameters(tmp_path, capsys, name, meant):
+    config_of(tmp_path, models.add1(), "max_batch_size: 4\n" + parameter(name, "1"))
+    assert check_repositories([str(tmp_path)], strict=False) == 0
+    says = f"m: parameter '{name}' has no meaning to the broker: did you mean '{meant}'?"
+    assert says in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("def load(context:\n    pass\n", "backend.py:1:9: SyntaxError: '(' was never closed\n    def load(context:\n"),
+        ("x = 1\n  y = 2\n", "backend.py:2:2: IndentationError: unexpected indent\n      y = 2\n     ^"),
+        ("def load(c):\n    return 1 +\n", "backend.py:2:15: SyntaxError: invalid syntax\n        return 1 +\n"),
+        ("def load(c):\n    break\n", "backend.py:2:5: SyntaxError: 'break' outside loop"),
+        ("x = '\0'\n", "backend.py:1:1: SyntaxError: source code string cannot contain null bytes"),
+        ("", "backend.py has no function 'load'"),
+        ("def lode(context):\n    pass\n", "backend.py has no function 'load'"),
+    ],
+)
+def test_code_that_cannot_be_a_backend(tmp_path, capsys, code, says):
+    models.write_model(tmp_path, "m", config=CODE)
+    (tmp_path / "m" / "backend.py").write_text(code)
+    reason = run(tmp_path).reason
+    assert reason.startswith(f"{tmp_path / 'm'}/{says}")
+    assert check_repositories([str(tmp_path)], strict=False) == 1
+    assert "| m     | -       | UNAVAILABLE: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def load(context):\n    pass\n",
+        "from elsewhere import load\n",
+        "from elsewhere import *\n",
+        "import elsewhere\nload = elsewhere.Model\n",
+        "try:\n    import fast as module\nexcept ImportError:\n    module = None\nclass load:\n    pass\n",
+        "raise SystemExit('whoever imports this ends')\nload = 1\n",
+        'pattern = "\\d"\nload = pattern\n',
+    ],
+)
+def test_code_is_compiled_and_not_run(tmp_path, code):
+    models.write_model(tmp_path, "m", config=CODE)
+    (tmp_path / "m" / "backend.py").write_text(code)
+    assert list(run(tmp_path).versions) == [1]
