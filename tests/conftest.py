@@ -32,15 +32,14 @@ def cuda_library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     return build(tmp_path_factory.mktemp("cusim"))
 
 
-@pytest.fixture
-def cuda_env(cuda_library: Path | None, tmp_path: Path) -> CudaEnv:
+@pytest.fixture(scope="session")
+def cuda_env(cuda_library: Path | None, tmp_path_factory: pytest.TempPathFactory) -> CudaEnv:
     """The environment of CUDA processes."""
-    counts = tmp_path / "cusim-calls"
-    counts.mkdir()
+    counts = tmp_path_factory.mktemp("cusim-calls")
     return CudaEnv(simulated=cuda_library is not None, library=cuda_library, directory=counts)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def cuda_sim(cuda_env: CudaEnv) -> CudaEnv:
     """The same for what only a simulator can show: injected faults, several devices, counted calls."""
     if not cuda_env.simulated:

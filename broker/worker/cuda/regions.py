@@ -1,0 +1,282 @@
+"""Clients' GPU memory as a worker of that GPU has it open: once per allocation, closed when nothing uses it.
+
+Used by the worker's control thread (`add`, `retire`, `end_owner`, `close_idle`: everything that calls the driver) and
+by the threads that run models (`begin`, `finish`: a lock and a number). So a request opens and closes nothing.
+
+    (region, generation) → CudaRegion ──▶ Opened ◀── by the handle's 64 bytes; VMM memory: one per region
+                            window         allocation
+
+    added ── retire ──▶ retired ── the last request on it ends ──▶ idle ── close_idle ──▶ closed
+
+An allocation that a client frees and whose address it gets again has another handle, which the driver refuses while the
+old one is open (CUDA_ERROR_ALREADY_MAPPED): what that client has open and nothing uses is closed then, and its regions
+are `lost`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Hashable
+from typing import Final, final
+
+from shm.cuda import handles
+from shm.cuda.descriptor import LEGACY, CudaMemory
+from shm.cuda.driver import ALREADY_MAPPED, Context, CudaError, call, find_device, pointer_attribute
+from shm.errors import Code, InferError
+
+ALIGNMENT: Final = 256  # bytes; what runtimes expect of a tensor's address, and what every allocation starts at
+_log = logging.getLogger(__name__)
+
+Key = tuple[int, int]  # (region, generation), as the broker counts them
+
+
+@final
+class Opened:
+    """One allocation of another process, mapped at [pointer, pointer + size) here. `owners`: sessions that named it."""
+
+    __slots__ = ("close", "handle", "owners", "pointer", "regions", "size")
+
+    def __init__(self, pointer: int, size: int, handle: bytes, close: Callable[[], None]) -> None:
+        self.pointer, self.size, self.handle, self.close = pointer, size, handle, close
+        self.regions: set[CudaRegion] = set()
+        self.owners: set[Hashable] = set()
+
+
+@final
+class CudaRegion:
+    """A client's window [pointer, pointer + byte_size) on this worker's GPU.
+
+    `aligned`: may a runtime be given its start as a tensor's address; otherwise it is copied on the GPU first. `lost`:
+    its memory was taken from under it; requests on it fail.
+    """
+
+    __slots__ = ("_opened", "byte_size", "key", "lost", "name", "owner", "pointer", "retired", "running", "writable")
+
+    def __init__(
+        self, key: Key, name: str, owner: Hashable, memory: CudaMemory, opened: Opened, writable: bool
+    ) -> None:
+        self.key, self.name, self.owner = key, name, owner
+        self._opened = opened
+        self.pointer = opened.pointer + memory.offset
+        self.byte_size = memory.byte_size
+        self.writable = writable
+        self.running = 0  # requests
+        self.retired = self.lost = False
+
+    @property
+    def aligned(self) -> bool:
+        """Is its start where a runtime expects a tensor's?"""
+        return self.pointer % ALIGNMENT == 0
+
+    @property
+    def opened(self) -> Opened:
+        """The allocation it is a window of."""
+        return self._opened
+
+
+@final
+class CudaRegions:
+    """All of them. `device`: the UUID of this worker's GPU; `peers`: may it reach memory of others over the bus?
+
+    `opens`, `closes`, `evictions` count calls of the driver.
+    """
+
+    def __init__(self, device: str, *, peers: bool = False) -> None:
+        self._device = find_device(device, "a worker")
+        self._peers = peers
+        self._lock = threading.Lock()
+        self._regions: dict[Key, CudaRegion] = {}
+        self._by_handle: dict[bytes, Opened] = {}
+        self._idle: list[Opened] = []  # of no region any more, still open
+        self._busy: set[CudaRegion] = set()  # retired, with requests that run
+        self.opens = self.closes = self.evictions = 0
+
+    def __len__(self) -> int:
+        return len(self._regions)
+
+    @property
+    def open_bytes(self) -> int:
+        """Of other processes' memory, mapped here."""
+        with self._lock:
+            regions = (*self._regions.values(), *self._busy)
+            return sum(opened.size for opened in {region.opened for region in regions if not region.lost})
+
+    # --- the control thread ------------------------------------------------------------------------------------------
+
+    def add(
+        self, key: Key, name: str, owner: Hashable, memory: CudaMemory, fd: int = -1, *, writable: bool = True
+    ) -> CudaRegion:
+        """Open it, or find it open. `fd` (of VMM memory) stays the caller's. A second time returns the first's.
+
+        Raises InferError with Triton's text for what cannot be opened; a CudaError that is `sticky` ends the worker.
+        """
+        known = self._regions.get(key)
+        if known is not None:
+            return known
+        memory.check(name)
+        self._check_device(name, memory)
+        with Context(self._device.ordinal):
+            self._close_idle()
+            opened = self._by_handle.get(memory.handle) if memory.kind == LEGACY else None
+            if opened is None:
+                opened = self._open(name, owner, memory, fd)
+            elif memory.offset + memory.byte_size > opened.size:
+                raise _invalid(name, f"the allocation has {opened.size} bytes")
+        region = CudaRegion(key, name, owner, memory, opened, writable)
+        with self._lock:
+            opened.regions.add(region)
+            opened.owners.add(owner)
+            self._regions[key] = region
+        return region
+
+    def get(self, key: Key) -> CudaRegion | None:
+        """None: never added, or retired."""
+        return self._regions.get(key)
+
+    def retire(self, key: Key) -> bool:
+        """No new request may use it. True: it is closed; False: requests still run on it (`close_idle` follows)."""
+        with self._lock:
+            region = self._regions.pop(key, None)
+            if region is None:
+                return True
+            region.retired = True
+            if region.running:
+                self._busy.add(region)
+                return False
+            self._leave(region)
+        self.close_idle()
+        return True
+
+    def end_owner(self, owner: Hashable) -> bool:
+        """A client has ended: all its regions are retired. True: nothing of it runs any more."""
+        return all(
+            [self.retire(key) for key in [key for key, region in self._regions.items() if region.owner == owner]]
+        )
+
+    def close_idle(self) -> list[Key]:
+        """Close what no request uses any more; the retired regions that this is the end of."""
+        with self._lock:
+            ended = [region for region in self._busy if not region.running]
+            for region in ended:
+                self._busy.discard(region)
+                self._leave(region)
+            waiting = bool(self._idle)
+        if waiting:
+            with Context(self._device.ordinal):
+                self._close_idle()
+        return [region.key for region in ended]
+
+    def close(self) -> None:
+        """Close everything that nothing uses."""
+        for key in list(self._regions):
+            self.retire(key)
+
+    # --- threads that run models -------------------------------------------------------------------------------------
+
+    def begin(self, region: CudaRegion) -> bool:
+        """A request uses it from here on. False: it may not, for the region was retired or lost."""
+        with self._lock:
+            if region.retired or region.lost:
+                return False
+            region.running += 1
+            return True
+
+    def finish(self, region: CudaRegion) -> bool:
+        """The request has ended, the GPU is done with it. True: it was the last on a retired region: `close_idle`."""
+        with self._lock:
+            region.running -= 1
+            return region.retired and not region.running
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _check_device(self, name: str, memory: CudaMemory) -> None:
+        if memory.device == self._device.uuid:
+            return
+        if self._peers:
+            other = find_device(memory.device, f"shared memory region '{name}'")
+            if call("cuDeviceCanAccessPeer", self._device.ordinal, other.ordinal):
+                return
+        raise _invalid(name, f"it is memory of {memory.device}, this worker runs on {self._device.uuid}")
+
+    def _open(self, name: str, owner: Hashable, memory: CudaMemory, fd: int) -> Opened:
+        try:
+            opened = self._map(memory, fd)
+        except CudaError as error:
+            if error.sticky:
+                raise
+            if error.number != ALREADY_MAPPED or not self._evict(owner):
+                raise _invalid(name, error.message) from None
+            try:
+                opened = self._map(memory, fd)
+            except CudaError as again:
+                raise _invalid(name, again.message) from None
+        self.opens += 1
+        try:
+            self._check_size(name, memory, opened)
+        except BaseException:
+            opened.close()
+            self.closes += 1
+            raise
+        if memory.kind == LEGACY:
+            self._by_handle[memory.handle] = opened
+        return opened
+
+    def _map(self, memory: CudaMemory, fd: int) -> Opened:
+        if memory.kind == LEGACY:
+            pointer = handles.open_legacy(memory.handle)
+            found = call("cuMemGetAddressRange", pointer)
+            # The driver's word on the size, never the client's.
+            return Opened(pointer, int(found[1]), memory.handle, lambda: handles.close_legacy(pointer))
+        mapping = handles.import_vmm(fd, memory.allocation_size, self._device.ordinal)
+        return Opened(mapping.pointer, mapping.byte_size, b"", mapping.close)
+
+    def _check_size(self, name: str, memory: CudaMemory, opened: Opened) -> None:
+        if memory.offset + memory.byte_size > opened.size:
+            raise _invalid(name, f"the allocation has {opened.size} bytes")
+        ordinal = pointer_attribute("DEVICE_ORDINAL", opened.pointer)
+        if ordinal != self._device.ordinal and not self._peers:
+            raise _invalid(name, f"the driver says that it is memory of another GPU than {self._device.uuid}")
+
+    def _evict(self, owner: Hashable) -> bool:
+        """Close what `owner` alone has open and no request uses: some of it the client has freed. True: something."""
+        with self._lock:
+            stale = [
+                opened
+                for opened in self._by_handle.values()
+                if opened.owners == {owner} and not any(region.running for region in opened.regions)
+            ]
+            for opened in stale:
+                for region in list(opened.regions):
+                    region.lost = True
+                    self._leave(region)
+        self.evictions += len(stale)
+        self._close_idle()
+        return bool(stale)
+
+    def _leave(self, region: CudaRegion) -> None:
+        """With the lock held: `region` refers to its allocation no more."""
+        opened = region.opened
+        if region not in opened.regions:
+            return  # it was lost before
+        opened.regions.remove(region)
+        if not opened.regions:
+            self._by_handle.pop(opened.handle, None)
+            self._idle.append(opened)
+
+    def _close_idle(self) -> None:
+        """In the GPU's context: waits for what the GPU does."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for opened in idle:
+            self.closes += 1
+            try:
+                opened.close()
+            except CudaError as error:
+                if error.sticky:
+                    raise
+                _log.warning("memory of another process is not closed: %s", error.message)
+
+
+def _invalid(name: str, why: str) -> InferError:
+    return InferError(Code.INVALID_ARG, f"failed to register shared memory region '{name}': invalid args: {why}")
