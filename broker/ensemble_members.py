@@ -63,11 +63,10 @@ def _remote(catalogue: Catalogue, config: ModelConfig) -> dict[int, RemoteMember
     for at, step in enumerate(config.ensemble.step):
         name = step.model_name
         number = str(step.model_version) if step.model_version > 0 else ""
-        worker, (member, version) = catalogue.worker_for(name, number), catalogue.config(name, number)
+        worker, (member, _) = catalogue.worker_for(name, number), catalogue.config(name, number)
         if worker.key != f"cpu/{config.worker_group}":
             found[at] = RemoteMember(
                 worker=worker.key,
-                generation=catalogue.known[name].versions[version].generation,
                 config=member.as_remote,
                 sequences=member.sequence_batching is not None or member.ensemble is not None,  # which may have some
                 retry=retryable(catalogue, member),

@@ -79,12 +79,11 @@ class InstanceGroup(msgspec.Struct, frozen=True, kw_only=True):
 class RemoteMember(msgspec.Struct, frozen=True, kw_only=True):
     """The model of an ensemble's step that another worker serves, as much of it as the ensemble's worker needs.
 
-    `worker`: its key. `generation`: of the load that serves. `config`: without all that only running it takes.
+    `worker`: its key. `config`: without all that only running it takes.
     `sequences`: its requests are steps of sequences. `retry`: they may run twice.
     """
 
     worker: str
-    generation: int
     config: ModelConfig
     sequences: bool = False
     retry: bool = True

@@ -339,11 +339,11 @@ class Control:
             for plan in self._all_plans():
                 if plan.session not in self._of_steps:
                     self._models.close(plan, STOPPING)
-            self._when(self._loop.finished, last)
+            self._when(lambda: self._loop.finished() and not self._is_relay(), last)
 
         def last() -> None:
             """Other workers finish what they have accepted, too: each lets go of the others when it has."""
-            self._elsewhere.session.close()
+            self._elsewhere.session.close(STOPPING)
             self._when(lambda: not self._of_steps and self._loop.finished(), leave)
 
         def leave() -> None:
@@ -354,6 +354,10 @@ class Control:
         self._loop.wake()
         self._when(taken, close)
         return False
+
+    def _is_relay(self) -> bool:
+        """May steps of other workers' ensembles come, for ensembles here with members elsewhere?"""
+        return any(plan.step and plan.model is not None and plan.model.config.remote for plan in self._all_plans())
 
 
 def _full(error: BaseException) -> bool:

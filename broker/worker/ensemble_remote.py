@@ -29,7 +29,7 @@ from shm import statistics
 from shm.admission import Request
 from shm.errors import Code, InferError
 
-MAX_POOLED = 64  # of what runs have prepared, for the next ones
+MAX_POOLED = 256  # of what runs have prepared, for the next ones
 MAX_RUNS = 1024  # requests under way at a time: each has plans in the other workers
 ALONE_S = 60.0  # for a step elsewhere while nothing else may run here
 
@@ -56,7 +56,7 @@ class SpreadEnsemble(Ensemble):
         self.remote: dict[int, RemoteMember] = model.config.remote
         self.session, self.memory, self.blame = elsewhere.session, elsewhere.memory, elsewhere.blame
         self.rooms: dict[str, int] = {}  # ensemble tensor of unknown size → bytes that the largest so far took
-        self._stand_ins = {at: LoadedModel(each.config, 0, each.generation) for at, each in self.remote.items()}
+        self._stand_ins = {at: LoadedModel(each.config, 0, 0) for at, each in self.remote.items()}
         steps = self.graph.steps
         self.shared = frozenset(
             tensor for at in self.remote for tensor in (*steps[at].input_map.values(), *steps[at].output_map.values())

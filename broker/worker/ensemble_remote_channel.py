@@ -44,28 +44,41 @@ class Lane:
         self._lock = threading.Lock()
         self._line: deque[Sends] = deque()
         self._sends: dict[Request, Sends] = {}  # waiting, or in the channel
+        self._cancelled: set[Request] = set()  # of those that wait, what must be cancelled there
         self._channel: ClientChannel | None = None
         self._opening = False
+        self._closed: Verdict | None = None
 
     def submit(self, sends: Sends) -> None:
         """It ends by `settle` or `fail`, once."""
         with self._lock:
-            self._sends[sends.step] = sends
-            passes = not self._line and self._pass(sends)
-            if not passes:
-                self._line.append(sends)
-            opens = self._channel is None and not self._opening
-            self._opening = self._opening or opens
+            closed = self._closed
+            if closed is None:
+                self._sends[sends.step] = sends
+                passes = not self._line and self._pass(sends)
+                if not passes:
+                    self._line.append(sends)
+                opens = self._channel is None and not self._opening
+                self._opening = self._opening or opens
+        if closed is not None:
+            sends.fail(closed)
+            return
         if opens:
             self._reopen(self)
         if not passes:
             self._stir()
 
     def cancel(self, step: Request) -> None:
-        """Nobody wants what it would write: it ends at once if it waits, here or there; else when it has run."""
+        """Nobody wants what it would write: it ends at once if it waits, here or there; else when it has run.
+
+        A step of a sequence that waits here must get there all the same: its sequence ends with it.
+        """
         with self._lock:
             sends = self._sends.get(step)
             waits = sends is not None and sends in self._line
+            if sends is not None and waits and step.sequence_id:
+                self._cancelled.add(step)
+                return
             if sends is not None and waits:
                 self._line.remove(sends)
                 del self._sends[step]
@@ -94,6 +107,9 @@ class Lane:
             return False
         _, _, request_id, deadline, _, _, rows, sequence_id, flags, priority, *_ = sends.step.entry
         sends.ident = channel.submit(sends, word, 0, 0, rows, deadline, request_id, priority, flags, sequence_id)
+        if sends.ident and sends.step in self._cancelled:
+            self._cancelled.remove(sends.step)
+            channel.cancel(sends.ident)
         return sends.ident != 0
 
     # --- of the session's thread --------------------------------------------------------------------------------
@@ -108,11 +124,13 @@ class Lane:
         """There is no channel; whoever comes next has it asked for again."""
         with self._lock:
             self._opening = False
-            line, self._line = self._line, deque()
-            for sends in line:
-                del self._sends[sends.step]
-        for sends in line:
-            sends.fail((Code[error.code], error.message))
+        self._end_line((Code[error.code], error.message))
+
+    def close(self, verdict: Verdict) -> None:
+        """Nothing goes there any more."""
+        with self._lock:
+            self._closed = verdict
+        self._end_line(verdict)
 
     def rung(self) -> None:
         """The worker says that it has completed something."""
@@ -148,6 +166,18 @@ class Lane:
                         break
                 self._line.popleft()
             for sends, _ in ends:
-                del self._sends[sends.step]
+                self._forget(sends)
         for sends, verdict in ends:
             sends.fail(verdict)
+
+    def _end_line(self, verdict: Verdict) -> None:
+        with self._lock:
+            line, self._line = self._line, deque()
+            for sends in line:
+                self._forget(sends)
+        for sends in line:
+            sends.fail(verdict)
+
+    def _forget(self, sends: Sends) -> None:
+        del self._sends[sends.step]
+        self._cancelled.discard(sends.step)

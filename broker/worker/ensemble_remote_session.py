@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from broker.worker.ensemble_remote_channel import Lane
 from shm import messages, sockets
+from shm.admission import Verdict
 from shm.client_channel import ClientChannel
 from shm.errors import Code, InferError, ProtocolError
 from shm.messages import ChannelInfo, Failure, Goodbye, Message, Reply
@@ -66,7 +67,7 @@ class StepSession:
         self._unanswered: dict[int, Then] = {}
         self._last_id = 0
         self._reason = ""
-        self._closing = False
+        self._closed: Verdict | None = None
         self._watched: dict[int, Lane] = {}  # by the descriptor of its pipe
         self._poll = select.poll()
         self._bell = -1
@@ -100,6 +101,8 @@ class StepSession:
             lane = self._lanes.get(worker)
             if lane is None:
                 lane = self._lanes[worker] = Lane(worker, self.stir, self._open)
+                if self._closed is not None:
+                    lane.close(self._closed)
             return lane
 
     def stir(self) -> None:
@@ -107,17 +110,20 @@ class StepSession:
         if self._bell >= 0:
             os.eventfd_write(self._bell, 1)
 
-    def close(self) -> bool:
-        """No step is under way and none will be: end the session. False if there is none."""
-        self._closing = True
+    def close(self, verdict: Verdict) -> None:
+        """No step is under way: end the session. What comes all the same ends with `verdict`."""
+        with self._lock:
+            self._closed = verdict
+            lanes = list(self._lanes.values())
+        for lane in lanes:
+            lane.close(verdict)
         self.stir()
-        return self._thread is not None
 
     # --- the thread ---------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         try:
-            while not self._closing:
+            while self._closed is None:
                 self._turn()
             if self._socket is not None:
                 self._socket.close()  # channels, plans and regions go with it
