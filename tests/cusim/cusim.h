@@ -5,7 +5,8 @@
  * streams are threads that copy, fill, record, wait and call host functions.
  *
  * Environment, read by cuInit: CUSIM_DEVICES (1), CUSIM_MEM_MB per device and process (256), CUSIM_DELAY_US per stream
- * operation (0), CUSIM_PEER (1: devices reach one another), CUSIM_DRIVER_VERSION (13000), CUDA_VISIBLE_DEVICES;
+ * operation (0), CUSIM_PEER (1: devices reach one another), CUSIM_INTEGRATED (0), CUSIM_DRIVER_VERSION (13000),
+ * CUDA_VISIBLE_DEVICES;
  * CUSIM_FAIL=function:code[:calls before it], as in cuMemAlloc:2:3; CUSIM_COUNTS=directory: counters in directory/PID.
  */
 #ifndef CUSIM_H
