@@ -29,6 +29,9 @@ class PlanBook(Protocol):
     def model_of(self, session: int, plan_word: int) -> tuple[str, int] | None:
         """(model, version), None for an unknown plan."""
 
+    def is_one_client(self, session: int) -> bool:
+        """False for gateways, which act for many and tell them apart themselves (`broker.gateway.offenders`)."""
+
     def refuse(self, session: int, model: str, until_ns: int) -> None:
         """Remember, for plans made later, that this pair is refused until then (CLOCK_MONOTONIC)."""
 

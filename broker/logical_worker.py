@@ -319,7 +319,9 @@ class Worker:
     def _blame(self, session: int, model: str, now_ns: int, alive: WorkerProcess | None = None) -> None:
         """A request ended a process for the second time: this one, or another worker's (`alive`: this one then)."""
         plans = self._owner.plans
-        if plans is not None and self._offenders.ending(session, model, now_ns):
+        if plans is None or not plans.is_one_client(session):
+            return
+        if self._offenders.ending(session, model, now_ns):
             self._refuse(plans, session, model, now_ns + REFUSAL_NS, alive)
 
     def _refuse(self, plans: PlanBook, session: int, model: str, until_ns: int, alive: WorkerProcess | None) -> None:

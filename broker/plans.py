@@ -167,6 +167,11 @@ class Plans:
         # For what a step of an ensemble does, its ensemble's worker names whom to blame.
         return None if plan is None or plan.message.step else (plan.message.model, plan.message.version)
 
+    def is_one_client(self, session: int) -> bool:
+        """Is whatever it asks one client's? The plans of gateways are nobody's."""
+        table = self._tables.get(session)
+        return table is not None and all(plan.message.owner for plan in table.plans.values())
+
     def refuse(self, session: int, model: str, until_ns: int) -> None:
         """Requests of `session` for `model` killed workers: plans made until then carry that. CLOCK_MONOTONIC ns."""
         if session in self._tables:

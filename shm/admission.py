@@ -15,6 +15,10 @@ from shm.layout import NOTE_BYTES, QUEUE_TIMEOUT
 Verdict = tuple[Code, str]
 
 EXPIRED: Verdict = (Code.UNAVAILABLE, "Request timeout expired")
+REFUSED: Verdict = (
+    Code.UNAVAILABLE,
+    "requests of this client for this model are refused for a minute: two of them ended a worker while running alone",
+)
 
 
 class BoundPlan(Protocol):
@@ -154,10 +158,7 @@ def admit(request: Request, cancel: int, now: int) -> Verdict | None:
     if plan.closed is not None:
         return plan.closed
     if now < plan.refused_until_ns:
-        return Code.UNAVAILABLE, (
-            "requests of this client for this model are refused for a minute: two of them ended a worker while running"
-            " alone"
-        )
+        return REFUSED
     if request.input_position >= plan.input_positions or request.output_position >= plan.output_positions:
         return Code.INVALID_ARG, (
             f"position {request.input_position}/{request.output_position} is outside the plan's"

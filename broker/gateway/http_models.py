@@ -81,7 +81,7 @@ class Models:
     async def load(self, request: Request, repository: str, model: str) -> Reply:
         """POST …/models/M/load."""
         _check_repository(repository)
-        document = await request.json() if request.body else {}
+        document = as_object(await request.json()) if request.body else {}
         found = find(document, "parameters")
         parameters = {} if found is MISSING else as_object(found)
         texts = {name: _load_parameter(name, as_string(value)) for name, value in parameters.items()}
@@ -91,7 +91,7 @@ class Models:
     async def unload(self, request: Request, repository: str, model: str) -> Reply:
         """POST …/models/M/unload."""
         _check_repository(repository)
-        document = await request.json() if request.body else {}
+        document = as_object(await request.json()) if request.body else {}
         dependents = find(find(document, "parameters"), "unload_dependents")
         if dependents is MISSING:
             dependents = False

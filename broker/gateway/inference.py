@@ -25,6 +25,7 @@ from broker.gateway import correlation, validation
 from broker.gateway.answers import EXPIRED, is_gone, response_of, told
 from broker.gateway.kserve import Caller, InferRequest, InferResponse, Transport, one_answer_only
 from broker.gateway.lasting import Holder, Lasting
+from broker.gateway.offenders import Offenders
 from broker.gateway.plan_cache import Entry, PlanCache, check_room, key_of, prepare
 from broker.gateway.regions import Alias, OutsideRegion, RegionCache, Writer, check_range
 from broker.gateway.streaming import AnyResponses, OneResponse, ResponseStream, Run
@@ -60,6 +61,7 @@ class Inference:
         self._regions = regions
         self.plans = PlanCache(client)
         self._lasting = Lasting()
+        self._offenders = Offenders()
         self._copied = copied
         self._latest: dict[str, tuple[str, float]] = {}  # version and when it was heard, by model
         self._looking: dict[str, asyncio.Task[None]] = {}
@@ -100,8 +102,10 @@ class Inference:
         self, request: InferRequest, caller: Caller, resolved: _Resolved, deadline_ns: int
     ) -> InferResponse:
         try:
+            self._offenders.check(caller, request.model)
             return await self._run(request, resolved, caller.transport, deadline_ns)
         except InferError as error:
+            self._offenders.ended(error, caller, request.model)
             if not is_gone(error):
                 raise told(error, request, resolved.aliases.values()) from None
         resolved = await self._resolve_anew(request, caller, resolved)

@@ -37,6 +37,9 @@ class Book:
     def model_of(self, session: int, plan_word: int) -> tuple[str, int] | None:
         return "m", 1
 
+    def is_one_client(self, session: int) -> bool:
+        return True
+
     def refuse(self, session: int, model: str, until_ns: int) -> None:
         self.refused.append((session, model))
 

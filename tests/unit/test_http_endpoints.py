@@ -161,6 +161,8 @@ def test_load_and_unload(asker: Asker) -> None:
     ("path", "body", "expected"),
     [
         ("models/add1/load", {"parameters": {"config": 1}}, (500, "attempt to access JSON non-string as string")),
+        ("models/add1/load", b"[]", (500, "attempt to access JSON non-object as object")),
+        ("models/add1/unload", b'"x"', (500, "attempt to access JSON non-object as object")),
         ("models/add1/load", {"parameters": []}, (500, "attempt to access JSON non-object as object")),
         ("models/add1/load", {"parameters": {"x": "y"}}, (500, "unexpected error on creating Triton parameter")),
         ("r/models/add1/load", b"", (501, "'repository_name' specification is not supported")),

@@ -199,6 +199,12 @@ def test_a_refused_pair_is_told_to_plans_made_later(plans, worker):
     assert worker.log[-1][1].refused_until_ns == 0
 
 
+def test_a_session_that_acts_for_many_is_no_client(plans):
+    for session, owner in ((1, 1), (2, 0)):
+        asyncio.run(plans.prepare(session, echo(), owner))
+    assert [plans.is_one_client(session) for session in (1, 2, 3)] == [True, False, False]
+
+
 def test_the_end_of_a_session_drops_its_plans_only(plans, worker):
     mine = [asyncio.run(plans.prepare(1, echo())) for _ in range(3)]
     theirs = asyncio.run(plans.prepare(2, echo()))
