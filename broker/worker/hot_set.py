@@ -106,7 +106,7 @@ class HotSet:
             sweep += 1
             if sweep == SETTLED:  # not at once: on a shared core the client waits for us to yield
                 bookkeeping()
-            if not sweep & 7 and now - began > SPIN_NS and self._cores.wanted():
+            if not sweep & 3 and self._cores.wanted():
                 return False
             if not sweep & 15 and self.poll(0.0):
                 return True
