@@ -21,6 +21,7 @@ from urllib.parse import quote
 import grpc
 from grpc import aio
 
+from broker.gateway.grpc_arrivals import Arrivals
 from broker.gateway.grpc_calls import CALLS, Call
 from broker.gateway.grpc_codec import decode_request, encode_response, parse, takes_long
 from broker.gateway.grpc_limits import MAX_RPCS, Budget, message_budget, server_options
@@ -65,6 +66,7 @@ class GrpcServer:
         self._identify = identify
         self._forward = re.compile(options.grpc_header_forward_pattern or r"(?!)", re.IGNORECASE)
         self.budget: Budget = message_budget()
+        self.arrivals = Arrivals(options.grpc_port)
         self._server: aio.Server | None = None
         # One: more would not be faster, and each may need several times the memory of its message.
         self._decoder = ThreadPoolExecutor(1, "grpc-decode")
@@ -91,10 +93,12 @@ class GrpcServer:
             raise
         await server.start()
         self._server = server
+        self.arrivals.start()
         return [f"Started GRPCInferenceService at {address}" for address in addresses]
 
     async def stop(self, grace_s: float) -> None:
         """Accept nothing more; what still runs after `grace_s` seconds is cancelled."""
+        self.arrivals.stop()
         if self._server is not None:
             server, self._server = self._server, None
             await server.stop(grace_s)
@@ -151,6 +155,7 @@ class GrpcServer:
         async def answer(raw: bytes, context: Any) -> bytes:
             try:
                 caller, _ = self._admitted(call.category, context)
+                self.arrivals.whole(caller.connection, len(raw))
                 if self._service.exiting:
                     raise InferError(Code.UNAVAILABLE, "Server exiting")
                 response = await call.answer(self._service, parse(call.request, raw), caller)
@@ -191,6 +196,7 @@ class GrpcServer:
             peer = context.peer()
 
             async def ask(raw: bytes, understood: list[InferRequest]) -> Responses:
+                self.arrivals.whole(peer, len(raw))
                 request = await self._understand(raw, metadata, understood)
                 caller = self._identify(peer, metadata)
                 if self._service.traces.on:
@@ -206,6 +212,7 @@ class GrpcServer:
 
     async def _infer(self, raw: bytes, caller: Caller, metadata: Mapping[str, str], context: Any) -> bytes:
         """One request from wire to wire."""
+        self.arrivals.whole(caller.connection, len(raw))
         self.budget.take(len(raw))
         try:
             request = await self._understand(raw, metadata)

@@ -60,6 +60,13 @@ async def keep_trimmed() -> None:
             await loop.run_in_executor(None, trim, 0)  # without the GIL
 
 
+def trim() -> None:
+    """Have the allocator give back what is free, now. Takes a while; for a thread."""
+    function = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if function is not None:  # glibc's allocator
+        function(0)
+
+
 def private_bytes() -> int:
     """What this process has in memory that no other shares."""
     _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -17,7 +18,9 @@ import pytest
 from tritonclient.grpc import service_pb2
 
 from broker.gateway.kserve import Caller, InferRequest, InferResponse, OutputTensor
+from broker.gateway.memory import private_bytes
 from tests.fakes.grpc_front import Front, front
+from tests.fakes.half_sent import HalfSent
 from tests.fakes.kserve import FakeService
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
@@ -233,6 +236,25 @@ def test_a_storm_of_reset_streams(server: Front) -> None:
         client.sendall(storm)
         with channel(server) as other:
             assert other.unary_unary(INFER)(request(), timeout=30)
+
+
+def test_messages_that_never_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection with most of them is closed before they take all memory; others are served on."""
+    with front(tmp_path) as server:
+        before = private_bytes()
+        monkeypatch.setattr(server.server.arrivals, "_limit", before + (400 << 20))
+        with channel(server) as other, HalfSent(server.port, 1, 32 << 20) as slow:
+            ask = other.unary_unary(INFER)
+            deadline, most = time.monotonic() + 60, 0
+            with HalfSent(server.port, 10, 200 << 20) as attacker:
+                while not attacker.closed and time.monotonic() < deadline:
+                    assert ask(request(1 << 16), timeout=30)
+                    most = max(most, private_bytes() - before)
+                assert attacker.closed
+                assert attacker.sent < 1900 << 20
+            assert most < 1200 << 20, "what is half here stays below the bound, but for what comes between two looks"
+            assert ask(request(), timeout=30)
+            assert not slow.closed, "it has no share in it"
 
 
 def test_connections_that_say_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
