@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import gc
 import random
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -299,40 +296,6 @@ def test_a_client_that_never_reads_is_given_up(lab, monkeypatch):
     assert reader.ending is not None
     assert reader.ending[0] == Code.UNAVAILABLE
     assert "did not read its responses" in reader.ending[1]
-
-
-class Clock:
-    """Time that goes on when somebody sleeps, a second each; `read`: at every `gap`-th second."""
-
-    def __init__(self, lab: Lab, gap: int) -> None:
-        self.now, self._lab, self._gap = 0, lab, gap
-        self._began = time.monotonic_ns() + 10**9  # after all that is true time
-
-    def __call__(self) -> int:
-        return self._began + self.now * 10**9
-
-    def sleep(self, seconds: float) -> None:
-        self.now += 1
-        if self.now % self._gap == 0:
-            self._lab.read()
-
-
-@pytest.mark.parametrize(("gap", "responses"), [(29, 2), (15, 5), (10, 60), (3, 60)])
-def test_a_client_that_reads_one_now_and_then_is_given_up(tmp_path, monkeypatch, gap, responses):
-    """One every 10 s will do; at one every 15 s the 30 s that it has beyond that are used up."""
-    monkeypatch.setattr(sys.modules[__name__], "RESPONSES", 1)
-    lab = Lab(tmp_path)
-    clock = Clock(lab, gap)
-    monkeypatch.setattr(answers, "_now", clock)
-    monkeypatch.setattr(answers, "time", SimpleNamespace(sleep=clock.sleep, time=time.time))
-    stream, reader, _ = lab.start()
-    sent = 0
-    while sent < 60 and not stream.cancelled:
-        stream.send(y(sent))
-        sent += 1
-    lab.read()
-    assert len(reader.responses) == responses
-    assert (reader.ending is None) == (responses == 60)
 
 
 def test_a_request_that_waits_for_credit_can_be_cancelled(lab):
