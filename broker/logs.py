@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from typing import final
+from typing import Any, final
 
 from broker.gateway.options import LogOptions
 
@@ -47,6 +47,23 @@ class TritonFormatter(logging.Formatter):
         return f"{start} {record.process} {record.filename}:{record.lineno}] {quoted}"
 
 
+class _Dropping(logging.Handler):
+    """What cannot be written is dropped: Python's way is a traceback on stderr for every line while a disk is full."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Nothing. A log that is whole again has a gap."""
+
+
+@final
+class _FileHandler(_Dropping, logging.FileHandler):
+    pass
+
+
+@final
+class _StreamHandler(_Dropping, logging.StreamHandler[Any]):
+    pass
+
+
 def table(log: logging.Logger, text: str) -> None:
     """Log a table of `broker.tables`: a line of its own for each of its lines, as in Triton."""
     log.info("%s", text, extra={"is_table": True}, stacklevel=2)
@@ -54,7 +71,7 @@ def table(log: logging.Logger, text: str) -> None:
 
 def set_up(options: LogOptions) -> None:
     """Send the log of this process where the options say, from now on. Raises OSError for a file it cannot write."""
-    handler: logging.Handler = logging.FileHandler(options.log_file) if options.log_file else logging.StreamHandler()
+    handler: logging.Handler = _FileHandler(options.log_file) if options.log_file else _StreamHandler()
     handler.setFormatter(TritonFormatter(options.log_format))
     verbose = options.log_verbose_level > 0
     wanted = {

@@ -32,8 +32,10 @@ class Gateway(Broker):
         *flags: str,
         before: Callable[[], None] | None = None,
         gateways: int = 1,
+        ports: dict[str, int] | None = None,
     ) -> None:
-        self.ports = dict(zip(FLAGS, free_ports(len(FLAGS)), strict=True))
+        """`ports`: those of one that has ended."""
+        self.ports = ports or dict(zip(FLAGS, free_ports(len(FLAGS)), strict=True))
         ports = tuple(f"--{name}-port={port}" for name, port in self.ports.items())
         super().__init__(repository, directory, f"--gateways={gateways}", *ports, *flags, before=before)
 
