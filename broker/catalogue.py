@@ -13,7 +13,7 @@ from typing import Any, final
 from msgspec.structs import replace
 
 from broker.logical_worker import Worker
-from broker.repository.config import ModelConfig, TensorConfig
+from broker.repository.config import SHARED, ModelConfig, TensorConfig
 from broker.statistics_blocks import StatisticsBlocks
 from broker.tables import ascii_table
 from shm.errors import Code, InferError
@@ -178,7 +178,15 @@ class Catalogue:
             decoupled=config.decoupled,
             max_batch_size_completed=config.max_batch_size_completed,
             correlation=_correlation(config),
+            reads_parameters=self._reads_parameters(config),
         )
+
+    def _reads_parameters(self, config: ModelConfig) -> bool:
+        """May its code, or that of a member, look at them?"""
+        if config.ensemble is None:
+            return config.backend not in SHARED
+        serving = (self.serving(step.model_name) for step in config.ensemble.step)
+        return any(self._reads_parameters(member) for member in serving if member is not None)
 
 
 def _correlation(config: ModelConfig) -> TensorMetadata | None:

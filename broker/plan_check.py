@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from broker.records import RegionEntry
 from broker.repository.mismatch import dims_text, fits, request_fix, side_by_side
 from broker.worker.messages import PlanTensor
-from shm import views
+from shm import parameters, views
 from shm.datatypes import BYTES, shape_text
 from shm.errors import Code, InferError
 from shm.messages import ModelMetadata, Prepare, TensorMetadata, TensorSpec
@@ -54,6 +54,7 @@ def check(model: ModelMetadata, request: Prepare, find: Callable[[str], RegionEn
     Raises InferError (INVALID_ARG, NOT_FOUND) naming the tensor, what was expected and what came.
     """
     _check_responses(model, request)
+    parameters.check(request.parameters)
     correlation = model.correlation
     text = correlation.name if correlation is not None and correlation.datatype == BYTES else None
     if correlation is not None and any(spec.name == text for spec in request.inputs):

@@ -123,6 +123,7 @@ class Plans:
             owner=owner,
             step=step,
             responses=request.responses,
+            parameters=request.parameters,
         )
         table.plans[index] = plan = _Plan(message, worker)
         try:

@@ -13,6 +13,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from shm.errors import Code, InferError
+from shm.parameters import Parameter, check, is_reserved
 
 LONGEST_NAME = 256  # characters of a region's name or a token
 LONGEST_TEXT = 4096  # … of a model's name, a version or a key
@@ -44,6 +45,22 @@ def text(value: str, what: str, longest: int = LONGEST_NAME, *, empty: bool = Fa
 def model_text(value: str, what: str = "model", *, empty: bool = False) -> str:
     """As `text`, for a model's name."""
     return text(value, what, LONGEST_TEXT, empty=empty)
+
+
+def parameters_of(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
+    """A copy of what a caller gives a model beside its tensors. Raises InferError INVALID_ARG for what it cannot be."""
+    if not isinstance(parameters, Mapping):
+        raise InferError(Code.INVALID_ARG, f"parameters must map names to values, got {shown(parameters)}")
+    given = {name: value.item() if isinstance(value, np.generic) else value for name, value in parameters.items()}
+    check(given)
+    for name in given:
+        if is_reserved(name):
+            raise InferError(
+                Code.INVALID_ARG,
+                f"Parameter {name} is a reserved parameter and cannot be specified. Priority, timeout and the sequence "
+                "are arguments of their own",
+            )
+    return given
 
 
 def version_text(value: str | int) -> str:

@@ -20,7 +20,7 @@ from clientlib.async_plans import AsyncPlan, turn
 from clientlib.async_reach import AsyncReach
 from clientlib.async_session import AsyncSession
 from clientlib.async_streams import AsyncSource, AsyncStream
-from clientlib.automatic import Automatic, Inputs, Request, check_parameters, told_apart
+from clientlib.automatic import Automatic, Inputs, Request, told_apart
 from clientlib.callable_model import AsyncModel
 from clientlib.client import CALL_S, MAX_SLOTS, RECONNECT_S
 from clientlib.cuda_export import allocate, export
@@ -36,6 +36,7 @@ from clientlib.session import Answer
 from clientlib.submission import MAX_PRIORITY, deadline_ns_of
 from shm.errors import ConnectionLost, InferError
 from shm.messages import Message, ModelMetadata, RegionInfo, RegionRecord
+from shm.parameters import Parameter
 
 T = TypeVar("T")
 BUDGET = Budget(places=512, byte_size=16 << 20)  # a loop has hundreds of requests in flight where a thread has one
@@ -181,9 +182,10 @@ class AsyncClient(StaysHere):
         outputs: Outputs = None,
         slots: Slots = 1,
         version: str | int = "",
+        parameters: Mapping[str, Parameter] | None = None,
     ) -> AsyncPlan:
         """Check a request once, to run it many times. As `Client.prepare`."""
-        plan = AsyncPlan(self, recipe(model, inputs, outputs, slots, version, BUDGET))
+        plan = AsyncPlan(self, recipe(model, inputs, outputs, slots, version, BUDGET, parameters))
         await self._reach.run(lambda link: self.native.prepare(link, plan))
         return plan
 
@@ -194,14 +196,12 @@ class AsyncClient(StaysHere):
         outputs: Outputs = None,
         timeout: float | None = None,
         priority: int = 0,
-        parameters: Mapping[str, object] | None = None,
+        parameters: Mapping[str, Parameter] | None = None,
         version: str | int = "",
     ) -> InferResult:
         """Run a model on arrays, or on tensors in regions; arrays are copied once. As `Client.infer`."""
-        if parameters is not None:
-            check_parameters(parameters)
         deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
-        asked = Request(model, version, inputs, outputs)
+        asked = Request(model, version, inputs, outputs, parameters)
         if priority.__class__ is not int:
             priority = whole(priority, "priority", 0, MAX_PRIORITY)
         try:
@@ -217,17 +217,15 @@ class AsyncClient(StaysHere):
         outputs: Outputs = None,
         timeout: float | None = None,
         priority: int = 0,
-        parameters: Mapping[str, object] | None = None,
+        parameters: Mapping[str, Parameter] | None = None,
         version: str | int = "",
     ) -> AsyncStream:
         """A request to iterate over with `async for`: any number of responses of a decoupled model, one of any other.
 
         It is sent when the stream is first awaited; `timeout` counts from here. As `Client.stream`.
         """
-        if parameters is not None:
-            check_parameters(parameters)
         deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
-        asked = Request(model, version, inputs, outputs)
+        asked = Request(model, version, inputs, outputs, parameters)
         options = (0, whole(priority, "priority", 0, MAX_PRIORITY), 0, False, False)
 
         plan: AsyncPlan

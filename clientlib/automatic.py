@@ -15,16 +15,18 @@ from typing import Any, Generic, TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
-from clientlib.arguments import model_text, shown, text, version_text
+from clientlib.arguments import model_text, parameters_of, text, version_text
 from clientlib.layout import PlanOutdated
 from clientlib.recipe import ArrayInput, Budget, Outputs, Recipe, check_outputs
 from clientlib.region import TensorRef
 from shm import datatypes
 from shm.errors import Code, InferError
+from shm.parameters import Parameter, key_of
 
 P = TypeVar("P")
 Array = npt.NDArray[Any]
 Inputs = Mapping[str, Array | TensorRef]
+NOTHING: dict[str, Parameter] = {}
 MAX_PLANS = 64
 MAX_BYTES = 256 << 20  # of places, for all plans but the last
 
@@ -36,10 +38,19 @@ class Request:
     `values` are what to copy: one array per input that is no tensor in a region, in their order.
     """
 
-    __slots__ = ("_chosen", "_inputs", "_model", "_version", "key", "values")
+    __slots__ = ("_chosen", "_inputs", "_model", "_parameters", "_version", "key", "values")
 
-    def __init__(self, model: str, version: str | int, inputs: Inputs, outputs: Outputs) -> None:
-        """Raises InferError for inputs that are neither arrays nor tensors in a region."""
+    def __init__(
+        self,
+        model: str,
+        version: str | int,
+        inputs: Inputs,
+        outputs: Outputs,
+        parameters: Mapping[str, Parameter] | None = None,
+    ) -> None:
+        """Raises InferError for inputs that are neither arrays nor tensors in a region, and for other parameters than
+        a request can have.
+        """
         if type(model) is not str:
             model = model_text(model)
         if type(version) is not str:
@@ -61,6 +72,9 @@ class Request:
         chosen = self._chosen = None if outputs is None else check_outputs(outputs)
         if chosen is not None:
             signature.append(tuple(chosen.items()) if isinstance(chosen, Mapping) else tuple(chosen))
+        self._parameters = NOTHING if parameters is None else parameters_of(parameters)
+        if self._parameters:
+            signature.append(key_of(self._parameters))
         self.key = tuple(signature)
 
     def recipe(self, budget: Budget) -> Recipe:
@@ -74,19 +88,7 @@ class Request:
             else ArrayInput(datatypes.datatype_of(value.dtype), value.shape, next(values).nbytes)
             for name, value in self._inputs.items()
         }
-        return Recipe(self._model, self._version, inputs, self._chosen, 1, 1, budget)
-
-
-def check_parameters(parameters: Mapping[str, object]) -> None:
-    """Raises InferError UNSUPPORTED for what cannot be passed on."""
-    if not isinstance(parameters, Mapping):
-        raise InferError(Code.INVALID_ARG, f"parameters must map names to values, got {shown(parameters)}")
-    if parameters:
-        raise InferError(
-            Code.UNSUPPORTED,
-            f"request parameters ({', '.join(map(repr, parameters))}) are not carried to models yet; priority and "
-            "timeout are arguments of their own",
-        )
+        return Recipe(self._model, self._version, inputs, self._chosen, 1, 1, budget, parameters=self._parameters)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from clientlib.recipe import Outputs
 from clientlib.results import InferResult
 from clientlib.streams import Stream
 from shm.messages import ModelMetadata, TensorMetadata
+from shm.parameters import Parameter
 
 Known = Mapping[tuple[str, str], ModelMetadata]  # by name and version asked for
 
@@ -69,7 +70,7 @@ class Infers(Protocol):
         outputs: Outputs,
         timeout: float | None,
         priority: int,
-        parameters: Mapping[str, object] | None,
+        parameters: Mapping[str, Parameter] | None,
         version: str,
     ) -> InferResult:
         """As `Client.infer`."""
@@ -81,7 +82,7 @@ class Infers(Protocol):
         outputs: Outputs,
         timeout: float | None,
         priority: int,
-        parameters: Mapping[str, object] | None,
+        parameters: Mapping[str, Parameter] | None,
         version: str,
     ) -> Stream:
         """As `Client.stream`."""
@@ -97,7 +98,7 @@ class InfersAsync(Protocol):
         outputs: Outputs,
         timeout: float | None,
         priority: int,
-        parameters: Mapping[str, object] | None,
+        parameters: Mapping[str, Parameter] | None,
         version: str,
     ) -> Coroutine[Any, Any, InferResult]:
         """As `AsyncClient.infer`."""
@@ -109,7 +110,7 @@ class InfersAsync(Protocol):
         outputs: Outputs,
         timeout: float | None,
         priority: int,
-        parameters: Mapping[str, object] | None,
+        parameters: Mapping[str, Parameter] | None,
         version: str,
     ) -> AsyncStream:
         """As `AsyncClient.stream`."""
@@ -131,7 +132,7 @@ class Model(Metadata):
         outputs: Outputs = None,
         timeout: float | None = None,
         priority: int = 0,
-        parameters: Mapping[str, object] | None = None,
+        parameters: Mapping[str, Parameter] | None = None,
     ) -> InferResult:
         """As `Client.infer`."""
         return self._client.infer(self.name, inputs, outputs, timeout, priority, parameters, self._version)
@@ -144,7 +145,7 @@ class Model(Metadata):
         outputs: Outputs = None,
         timeout: float | None = None,
         priority: int = 0,
-        parameters: Mapping[str, object] | None = None,
+        parameters: Mapping[str, Parameter] | None = None,
     ) -> Stream:
         """As `Client.stream`."""
         return self._client.stream(self.name, inputs, outputs, timeout, priority, parameters, self._version)
@@ -166,7 +167,7 @@ class AsyncModel(Metadata):
         outputs: Outputs = None,
         timeout: float | None = None,
         priority: int = 0,
-        parameters: Mapping[str, object] | None = None,
+        parameters: Mapping[str, Parameter] | None = None,
     ) -> Coroutine[Any, Any, InferResult]:
         """As `AsyncClient.infer`."""
         return self._client.infer(self.name, inputs, outputs, timeout, priority, parameters, self._version)
@@ -179,7 +180,7 @@ class AsyncModel(Metadata):
         outputs: Outputs = None,
         timeout: float | None = None,
         priority: int = 0,
-        parameters: Mapping[str, object] | None = None,
+        parameters: Mapping[str, Parameter] | None = None,
     ) -> AsyncStream:
         """As `AsyncClient.stream`."""
         return self._client.stream(self.name, inputs, outputs, timeout, priority, parameters, self._version)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, final
 
 from clientlib.address import Absent, dial
 from clientlib.arguments import LoadConfig, LoadFiles, load_arguments, model_text, seconds, text, version_text, whole
-from clientlib.automatic import Automatic, Inputs, Request, check_parameters, told_apart
+from clientlib.automatic import Automatic, Inputs, Request, told_apart
 from clientlib.callable_model import Model
 from clientlib.channels import Lane, Lanes
 from clientlib.cuda_export import allocate, export
@@ -38,6 +38,7 @@ from clientlib.submission import MAX_PRIORITY, deadline_ns_of
 from clientlib.sync_session import SyncSession
 from shm.errors import Code, ConnectionLost, InferError
 from shm.messages import ModelMetadata, RegionRecord
+from shm.parameters import Parameter
 
 T = TypeVar("T")
 CALL_S = 30.0  # how long a control call may take
@@ -163,13 +164,15 @@ class Client(StaysHere):
         outputs: Outputs = None,
         slots: Slots = 1,
         version: str | int = "",
+        parameters: Mapping[str, Parameter] | None = None,
     ) -> Plan:
         """Check a request once, to run it many times.
 
         Outputs that are not placed get places in the client's own memory. `slots` is how many positions the tensors
-        have, or a pair for inputs and outputs. Raises InferError with what does not fit the model or its region.
+        have, or a pair for inputs and outputs. `parameters`: of every request, for models with code of their own: bool,
+        int, float and str by name, at most 64. Raises InferError with what does not fit the model or its region.
         """
-        plan = Plan(self, recipe(model, inputs, outputs, slots, version, BUDGET))
+        plan = Plan(self, recipe(model, inputs, outputs, slots, version, BUDGET, parameters))
         self._run(lambda link: self.native.prepare(link, plan))
         return plan
 
@@ -180,17 +183,15 @@ class Client(StaysHere):
         outputs: Outputs = None,
         timeout: float | None = None,
         priority: int = 0,
-        parameters: Mapping[str, object] | None = None,
+        parameters: Mapping[str, Parameter] | None = None,
         version: str | int = "",
     ) -> InferResult:
         """Run a model on arrays, or on tensors in regions; arrays are copied once.
 
-        The first request of a kind (model, datatypes, shapes) prepares a plan, the next use it.
+        The first request of a kind (model, datatypes, shapes, parameters) prepares a plan, the next use it.
         """
-        if parameters is not None:
-            check_parameters(parameters)
         deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
-        asked = Request(model, version, inputs, outputs)
+        asked = Request(model, version, inputs, outputs, parameters)
         if priority.__class__ is not int:
             priority = whole(priority, "priority", 0, MAX_PRIORITY)
         try:
@@ -206,7 +207,7 @@ class Client(StaysHere):
         outputs: Outputs = None,
         timeout: float | None = None,
         priority: int = 0,
-        parameters: Mapping[str, object] | None = None,
+        parameters: Mapping[str, Parameter] | None = None,
         version: str | int = "",
     ) -> Stream:
         """Send a request; iterate over what comes: any number of responses of a decoupled model, one of any other.
@@ -214,10 +215,8 @@ class Client(StaysHere):
         Arguments are those of `infer`, except that outputs of a decoupled model cannot be placed, only named; see
         `Stream` for what the iteration gives and raises, `Plan.stream` for `timeout`.
         """
-        if parameters is not None:
-            check_parameters(parameters)
         deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
-        asked = Request(model, version, inputs, outputs)
+        asked = Request(model, version, inputs, outputs, parameters)
         options = (0, whole(priority, "priority", 0, MAX_PRIORITY), 0, False, False)
         plan = self._plan(asked, deadline_ns)
 

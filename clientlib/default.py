@@ -21,6 +21,7 @@ from clientlib.region import Region, TensorRef
 from clientlib.results import InferResult
 from clientlib.streams import Stream
 from shm.messages import ModelMetadata, RegionRecord
+from shm.parameters import Parameter
 
 
 class _Default:
@@ -114,10 +115,15 @@ def unregister(name: str | None = None) -> None:
 
 
 def prepare(
-    model: str, inputs: Mapping[str, TensorRef], outputs: Outputs = None, slots: Slots = 1, version: str | int = ""
+    model: str,
+    inputs: Mapping[str, TensorRef],
+    outputs: Outputs = None,
+    slots: Slots = 1,
+    version: str | int = "",
+    parameters: Mapping[str, Parameter] | None = None,
 ) -> Plan:
     """As `Client.prepare`."""
-    return _default().prepare(model, inputs, outputs, slots, version)
+    return _default().prepare(model, inputs, outputs, slots, version, parameters)
 
 
 def infer(
@@ -126,7 +132,7 @@ def infer(
     outputs: Outputs = None,
     timeout: float | None = None,
     priority: int = 0,
-    parameters: Mapping[str, object] | None = None,
+    parameters: Mapping[str, Parameter] | None = None,
     version: str | int = "",
 ) -> InferResult:
     """As `Client.infer`."""
@@ -139,7 +145,7 @@ def stream(
     outputs: Outputs = None,
     timeout: float | None = None,
     priority: int = 0,
-    parameters: Mapping[str, object] | None = None,
+    parameters: Mapping[str, Parameter] | None = None,
     version: str | int = "",
 ) -> Stream:
     """As `Client.stream`."""

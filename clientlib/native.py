@@ -293,6 +293,7 @@ class Native(Generic[L]):
                 input_positions=layout.input_positions,
                 output_positions=layout.output_positions,
                 responses=layout.responses,
+                parameters=plan.recipe.parameters,
             )
         )
         assert isinstance(reply, messages.Prepared)

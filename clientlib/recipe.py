@@ -12,10 +12,11 @@ from typing import final
 
 import numpy as np
 
-from clientlib.arguments import model_text, shown, text, version_text
+from clientlib.arguments import model_text, parameters_of, shown, text, version_text
 from clientlib.region import TensorRef
 from shm.errors import Code, InferError
 from shm.messages import MAX_POSITIONS
+from shm.parameters import Parameter
 
 Outputs = Mapping[str, TensorRef | None] | Sequence[str] | None
 Slots = int | tuple[int, int]
@@ -52,7 +53,8 @@ class Recipe:
 
     `raw`: arrays are bytes in KServe's encoding, 1-D uint8, both the inputs' values and the results, whose shapes are
     in `InferResult.shapes`. Memory that the caller placed is not looked at: such outputs have a shape only. A
-    mapping of outputs has all that are wanted; without `raw` the model's others come beside them.
+    mapping of outputs has all that are wanted; without `raw` the model's others come beside them. `parameters`: of
+    every request, for the model (`shm.parameters`).
     """
 
     model: str
@@ -64,10 +66,17 @@ class Recipe:
     budget: Budget
     rooms: dict[str, int] = field(default_factory=dict)
     raw: bool = False
+    parameters: dict[str, Parameter] = field(default_factory=dict)
 
 
 def recipe(
-    model: str, inputs: Mapping[str, TensorRef], outputs: Outputs, slots: Slots, version: str | int, budget: Budget
+    model: str,
+    inputs: Mapping[str, TensorRef],
+    outputs: Outputs,
+    slots: Slots,
+    version: str | int,
+    budget: Budget,
+    parameters: Mapping[str, Parameter] | None = None,
 ) -> Recipe:
     """The recipe of a `prepare` call. Raises InferError for arguments of the wrong kind."""
     if not isinstance(inputs, Mapping):
@@ -82,7 +91,10 @@ def recipe(
                 "arrays",
             )
     input_positions, output_positions = _positions(slots)
-    return Recipe(model, version, dict(inputs), check_outputs(outputs), input_positions, output_positions, budget)
+    asked = Recipe(model, version, dict(inputs), check_outputs(outputs), input_positions, output_positions, budget)
+    if parameters is not None:
+        asked.parameters = parameters_of(parameters)
+    return asked
 
 
 def check_outputs(outputs: Outputs) -> Outputs:

@@ -19,6 +19,7 @@ Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Positions = Annotated[int, msgspec.Meta(ge=1, le=MAX_POSITIONS)]
 MAX_RESPONSES = 16  # places for responses that a client has not read; a request may have any number of responses
 Responses = Annotated[int, msgspec.Meta(ge=0, le=MAX_RESPONSES)]
+Parameters = dict[str, bool | int | float | str]  # see `shm.parameters`
 Shape = Annotated[tuple[Dim, ...], msgspec.Meta(max_length=64)]
 
 
@@ -67,6 +68,7 @@ class ModelMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """What a client may know of a model version. `state` is Triton's: READY, LOADING, UNLOADING, UNAVAILABLE.
 
     `max_batch_size_completed`: auto-completion chose `max_batch_size`, no configuration says it.
+    `reads_parameters`: its code, or that of a member, may look at the parameters of a request (`shm.parameters`).
     `correlation`: the CORRID control of a sequence model. One of BYTES may be given as one more input of a plan: the
     sequence's id as a string.
     """
@@ -84,6 +86,7 @@ class ModelMetadata(msgspec.Struct, frozen=True, kw_only=True):
     decoupled: bool = False
     max_batch_size_completed: bool = False
     correlation: TensorMetadata | None = None
+    reads_parameters: bool = False
 
 
 class RegionRecord(msgspec.Struct, frozen=True, kw_only=True):

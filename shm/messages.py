@@ -61,7 +61,7 @@ from shm.message_values import MAX_RESPONSES as MAX_RESPONSES
 from shm.message_values import Id as Id
 from shm.message_values import Message as Message
 from shm.message_values import ModelMetadata as ModelMetadata
-from shm.message_values import Name, Positions, Responses, Size, Text
+from shm.message_values import Name, Parameters, Positions, Responses, Size, Text
 from shm.message_values import RegionRecord as RegionRecord
 from shm.message_values import TensorMetadata as TensorMetadata
 from shm.message_values import TensorSpec as TensorSpec
@@ -130,6 +130,7 @@ class Prepare(Message, frozen=True, kw_only=True, tag=True):
 
     `responses` is for decoupled models, and only for those: how many places for responses lie in one output position,
     each `byte_size / responses` of every output, whose shape is then (-1,) (see `shm.responses`).
+    `parameters`: of every request of the plan (see `shm.parameters`).
     """
 
     model: Text
@@ -140,6 +141,7 @@ class Prepare(Message, frozen=True, kw_only=True, tag=True):
     input_positions: Positions = 1
     output_positions: Positions = 1
     responses: Responses = 0
+    parameters: Parameters = {}
 
 
 class PrepareStep(Message, frozen=True, kw_only=True, tag=True):

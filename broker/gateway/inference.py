@@ -26,7 +26,7 @@ from broker.gateway.answers import EXPIRED, is_gone, response_of, told
 from broker.gateway.kserve import Caller, InferRequest, InferResponse, Transport, one_answer_only
 from broker.gateway.lasting import Holder, Lasting
 from broker.gateway.offenders import Offenders
-from broker.gateway.plan_cache import Entry, PlanCache, check_room, key_of, prepare
+from broker.gateway.plan_cache import Entry, PlanCache, check_room, given_parameters, key_of, prepare
 from broker.gateway.regions import Alias, OutsideRegion, RegionCache, Writer, check_range
 from broker.gateway.streaming import AnyResponses, OneResponse, ResponseStream, Run
 from broker.gateway.timeouts import deadline_of, queue_timeout_of
@@ -39,6 +39,7 @@ from shm.errors import Code, InferError
 from shm.gateway_messages import Config, GetConfig
 from shm.message_values import ModelMetadata
 from shm.messages import GetModel, Models
+from shm.parameters import key_of as parameters_key
 
 LATEST_S: Final = 1.0  # how long "the latest version" is taken for known: other gateways load models too
 
@@ -65,6 +66,7 @@ class Inference:
         self._copied = copied
         self._latest: dict[str, tuple[str, float]] = {}  # version and when it was heard, by model
         self._looking: dict[str, asyncio.Task[None]] = {}
+        self._reads_parameters: dict[tuple[str, str], bool] = {}  # by model and version, as last heard
         self._steps = Queues()  # of the steps of a sequence that are being resolved
         self._labels: dict[
             tuple[str, str], tuple[Mapping[str, Sequence[bytes]], float]
@@ -121,12 +123,14 @@ class Inference:
         (found,) = reply.models
         if not version:
             self._latest[model] = found.version, time.monotonic()
+        self._reads_parameters[model, found.version] = found.reads_parameters
         return found
 
     def forget_latest(self, model: str) -> None:
         """It was loaded or unloaded here."""
         self._latest.pop(model, None)
         self._labels = {key: known for key, known in self._labels.items() if key[0] != model}
+        self._reads_parameters = {key: reads for key, reads in self._reads_parameters.items() if key[0] != model}
 
     # --- what a request names --------------------------------------------------------------------------------------
 
@@ -148,7 +152,13 @@ class Inference:
             if output.region:
                 alias = await self._open(output.region, caller, aliases)
                 check_range(output.region, alias.region.byte_size, output.offset, output.byte_size)
-        return _Resolved(version, model, aliases, key_of(request, version, aliases))
+        key: Hashable = key_of(request, version, aliases)
+        if request.parameters:
+            if (request.model, version) not in self._reads_parameters:
+                model = await self.metadata(request.model, version)
+            if self._reads_parameters[request.model, version] and (given := given_parameters(request)):
+                key = (key, parameters_key(given))
+        return _Resolved(version, model, aliases, key)
 
     async def _resolve_in_turn(self, request: InferRequest, caller: Caller, deadline_ns: int) -> _Resolved:
         """`_resolve`; no step overtakes one of its sequence that waits for what is there when the later one comes."""

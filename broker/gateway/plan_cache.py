@@ -25,6 +25,8 @@ from clientlib.region import MappedRegion, TensorRef
 from shm import datatypes
 from shm.errors import Code, InferError
 from shm.message_values import ModelMetadata
+from shm.parameters import Parameter, is_reserved
+from shm.parameters import check as check_parameters
 
 MAX_PLANS = 512
 MAX_BYTES = 256 << 20  # of places, for all plans but the last
@@ -255,11 +257,18 @@ async def prepare(
     where = {output.name: places.get(output.name) for output in outputs}
     # Steps of a sequence keep their order in one plan; while another took its place one could overtake others.
     budget = STEPS if request.sequence_id else FIRST
-    recipe = Recipe(model.name, model.version, inputs, where, 1, 1, budget, raw=True)
+    own = given_parameters(request) if model.reads_parameters else {}
+    check_parameters(own)
+    recipe = Recipe(model.name, model.version, inputs, where, 1, 1, budget, raw=True, parameters=own)
     plan = await client.prepare_recipe(recipe, model)
     entry = Entry(plan, model, list(where), targets, direct=len(places) == len(targets), text_id=model is not given)
     entry.small = budget is FIRST
     return entry
+
+
+def given_parameters(request: InferRequest) -> dict[str, Parameter]:
+    """What a request says to its model beside its tensors."""
+    return {name: value for name, value in request.parameters.items() if not is_reserved(name)}
 
 
 def _places(model: ModelMetadata, request: InferRequest, targets: Mapping[str, Target]) -> dict[str, TensorRef]:

@@ -21,6 +21,7 @@ from broker.worker.running import check_sizes, fail, run_watched
 from shm import datatypes
 from shm.admission import Request
 from shm.errors import Code, InferError
+from shm.parameters import key_of
 
 MAX_BINDINGS = 32  # per instance: clients choose the shapes, so there is no end to them
 _now = time.monotonic_ns
@@ -63,6 +64,7 @@ def _keys(instance: Instance, assembly: Assembly, rows: Sequence[Row]) -> list[l
             tuple((t.name, t.datatype, t.shape[1:] if t.name not in assembly.ragged else ()) for t in plan.inputs),
             tuple(assembly.state_of(state, row).shape for state in assembly.states),
             0 if assembly.batched else id(row),
+            key_of(plan.parameters) if plan.parameters and instance.model.reads_parameters else (),
         )
         groups.setdefault(key, []).append(row)
     return list(groups.values())
@@ -202,19 +204,20 @@ class _Batch:
         """The operands lie where those of the last batch did: the binding is mostly known. Strings never stay."""
         instance = self._instance
         if any(operand.datatype == datatypes.BYTES for operand in (*self._inputs, *self._outputs)):
-            return instance.bind(self._inputs, self._outputs, self.total)
+            return instance.bind(self._inputs, self._outputs, self.total, self._plan.parameters)
         known = self._assembly.bindings.setdefault(instance.number, {})
         key = (
             tuple(
                 (o.name, o.shape, o.memory.__array_interface__["data"][0]) for o in self._inputs if o.memory is not None
             ),
             tuple((o.name, o.shape) for o in self._outputs),
+            key_of(self._plan.parameters) if instance.model.reads_parameters else (),
         )
         found: Binding | None = known.get(key)
         if found is None:
             if len(known) >= MAX_BINDINGS:
                 known.pop(next(iter(known)))
-            found = known[key] = instance.bind(self._inputs, self._outputs, self.total)
+            found = known[key] = instance.bind(self._inputs, self._outputs, self.total, self._plan.parameters)
         return found
 
     def cut(self, results: Sequence[Array]) -> dict[str, list[Array]]:

@@ -333,8 +333,11 @@ def _limits(given: Iterable[QueuePolicy]) -> bool:
     return any(policy.max_queue_size or policy.default_timeout_microseconds for policy in given)
 
 
-def lets_go(batching: DynamicBatching) -> bool:
+def has_timeouts(config: ModelConfig) -> bool:
     """Do requests leave its queue by themselves?"""
+    batching = config.dynamic_batching
+    if batching is None:
+        return config.sequence_batching is not None
     return any(
         policy.default_timeout_microseconds or (policy.drop_oldest and policy.max_queue_size)
         for policy in policies(batching)

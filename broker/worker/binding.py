@@ -117,7 +117,7 @@ def bind(
         )
         if runtime_allocates:
             opens.append(tensor)
-    return Execution(instance, instance.bind(inputs, outputs, total), copies, opens)
+    return Execution(instance, instance.bind(inputs, outputs, total, plan.parameters), copies, opens)
 
 
 def _block(tensor: PlacedTensor, position: int, rows: int, count: int) -> Bytes:
@@ -149,8 +149,7 @@ def deliver(
                 f"shared memory size specified with the request for output '{tensor.name}' ({tensor.place.byte_size}"
                 f" bytes) should be at least {data.size} bytes to hold the results",
             )
-        reshape = model.reshapes.get(tensor.name)
-        shape = tuple(array.shape) if reshape is None else reshape.to_client(tensor.name, array.shape)
+        shape = client_shape(model, tensor, array)
         if tensor.open:
             note.extend((len(shape), *shape))
         elif shape != tensor.shape_of(request.rows):
@@ -165,6 +164,12 @@ def deliver(
         target[:] = data
     request.note = struct.pack(f"<{len(note)}Q", *note)
     return sum(data.size for _, data in moves)
+
+
+def client_shape(model: LoadedModel, tensor: PlacedTensor, array: npt.NDArray[np.generic]) -> tuple[int, ...]:
+    """A result's shape as the client has it."""
+    reshape = model.reshapes.get(tensor.name)
+    return tuple(array.shape) if reshape is None else reshape.to_client(tensor.name, array.shape)
 
 
 def _checked(model: LoadedModel, tensor: PlacedTensor, given: object) -> npt.NDArray[np.generic]:

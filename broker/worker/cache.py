@@ -39,16 +39,17 @@ class Output(NamedTuple):
 
 
 Response = tuple[Output, ...]
+Parameters = tuple[tuple[str, str, str], ...]  # of `shm.parameters.key_of`
 
 
-def key_of(owner: Owner, inputs: Iterable[Input], outputs: Iterable[str]) -> Key:
+def key_of(owner: Owner, inputs: Iterable[Input], outputs: Iterable[str], parameters: Parameters = ()) -> Key:
     """Equal for requests that must get the same answer. The order of tensors does not matter.
 
-    Triton's key leaves out datatypes, shapes and the outputs that are asked for.
+    Triton's key leaves out datatypes, shapes, the outputs that are asked for, and parameters.
     """
     ordered = sorted(inputs, key=lambda each: each.name)
     sizes = [(each.name, each.datatype, each.shape, len(each.data)) for each in ordered]
-    digest = hashlib.blake2b(msgspec.msgpack.encode((sizes, sorted(outputs))), digest_size=32)
+    digest = hashlib.blake2b(msgspec.msgpack.encode((sizes, sorted(outputs), parameters)), digest_size=32)
     for each in ordered:
         digest.update(each.data)
     return owner, digest.digest()

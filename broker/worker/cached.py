@@ -16,10 +16,11 @@ import time
 from collections.abc import Sequence
 from typing import final
 
-from broker.worker.cache import Input, Key, Output, Response, ResponseCache, key_of
+from broker.worker.cache import Input, Key, Output, Parameters, Response, ResponseCache, key_of
 from broker.worker.plans import Bytes, Plan
 from shm import statistics
 from shm.admission import Request
+from shm.parameters import key_of as parameters_key
 
 _now = time.monotonic_ns
 
@@ -76,7 +77,8 @@ class Cached:
             Input(t.name, t.datatype, t.shape_of(rows), data.data) for t, data in zip(plan.inputs, inputs, strict=True)
         ]
         response = tuple(outputs)
-        if not self._cache.put(key_of(self._owner, given, (t.name for t in plan.outputs)), response) and not self._told:
+        key = key_of(self._owner, given, (t.name for t in plan.outputs), _parameters(plan))
+        if not self._cache.put(key, response) and not self._told:
             self._told = True
             model, version, _ = self._owner
             size = sum(len(each.data) for each in response)
@@ -99,7 +101,15 @@ class Cached:
             Input(t.name, t.datatype, t.shape_of(request.rows), t.snapshot(request.input_position, request.rows))
             for t in plan.inputs
         ]
-        return key_of(self._owner, inputs, (t.name for t in plan.outputs))
+        return key_of(self._owner, inputs, (t.name for t in plan.outputs), _parameters(plan))
+
+
+def _parameters(plan: Plan) -> Parameters:
+    """Those that the answer may depend on."""
+    model = plan.model
+    if not plan.parameters or (model is not None and model.ensemble is None and not model.reads_parameters):
+        return ()
+    return parameters_key(plan.parameters)
 
 
 def _give(plan: Plan, request: Request, response: Response) -> bool:

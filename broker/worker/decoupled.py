@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.worker.answers import Answers
-from broker.worker.backends import Operand
+from broker.worker.backends import Operand, bind
 from broker.worker.model import Instance
 from broker.worker.plans import Bytes, PlacedTensor, Plan
 from broker.worker.running import check_sizes
@@ -67,7 +67,8 @@ def run_streams(instance: Instance, streams: Streams, requests: Sequence[Request
             assert isinstance(request.plan, Plan)
             names = [tensor.name for tensor in request.plan.outputs]
             kept = taker.kept if isinstance(taker, Answers) else None
-            given.append(Stream(taker, inputs, names, request.request_id, request.rows, kept))
+            parameters = request.plan.parameters
+            given.append(Stream(taker, inputs, names, request.request_id, request.rows, kept, parameters))
         except Exception as error:
             taker.fail(_described(error))
         else:
@@ -145,7 +146,7 @@ def _run_once(instance: Instance, stream: Stream) -> None:
     outputs = [
         Operand(name, configured[name].datatype, (*batch, *configured[name].dims), None) for name in stream.outputs
     ]
-    binding = instance.runtime.bind(inputs, outputs)
+    binding = bind(instance.runtime, inputs, outputs, stream.parameters)
     binding.run()
     stream.send(dict(zip(stream.outputs, map(np.asarray, binding.results()), strict=True)), final=True)
 

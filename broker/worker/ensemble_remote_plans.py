@@ -123,6 +123,7 @@ class SharedPrepared(Prepared):
                 worker=member.worker,
                 inputs=tuple(map(_spec, plan.inputs)),
                 outputs=tuple(map(_spec, plan.outputs)),
+                parameters=dict(plan.parameters),
             )
             retry = member.retry and self._ensemble.model.config.retryable
             message = PrepareStep(plan=wanted, owner=owner if member.sequences else 0, retry=retry)

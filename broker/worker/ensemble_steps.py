@@ -151,6 +151,7 @@ def _plan(client: Plan, step: Step, inputs: dict[str, Value], outputs: dict[str,
         rows=rows,
         follow_latest=step.model_version < 0,
         owner=client.owner,
+        parameters=client.parameters,
     )
     return Plan(message, table, Crowds(lambda: ()))
 

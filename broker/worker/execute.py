@@ -15,16 +15,17 @@ import numpy.typing as npt
 from broker.worker.assembled import run_assembled
 from broker.worker.assembly import Row
 from broker.worker.backends import Binding, Operand
-from broker.worker.binding import Execution, bind, deliver, execution_of, remember, serialized
+from broker.worker.binding import Execution, bind, client_shape, deliver, execution_of, remember, serialized
+from broker.worker.buffers import BatchBuffers
 from broker.worker.cache import Output
 from broker.worker.decoupled import run_streams
-from broker.worker.model import BatchBuffers, Instance
+from broker.worker.gathered import gather, run_union
+from broker.worker.model import Instance
 from broker.worker.plans import Bytes, Plan
 from broker.worker.running import check_sizes, fail, run_watched
 from shm.admission import Request
 from shm.errors import Code, InferError
 
-MAX_SIGNATURES = 32  # kept per instance: clients choose the shapes, so there is no end to them
 _now = time.monotonic_ns
 
 
@@ -115,8 +116,12 @@ def _run_together(instance: Instance, requests: list[Request], now: int) -> None
     first = _adjacent(instance, requests)
     if first is not None:
         _run_adjacent(instance, requests, *first, now)
-    else:
+        return
+    layout = requests[0].plan.layout  # type: ignore[union-attr]
+    if all(request.plan.layout is layout for request in requests):  # type: ignore[union-attr]
         _run_gathered(instance, requests, now)
+    else:
+        run_union(instance, requests, now)
 
 
 def _adjacent(instance: Instance, requests: list[Request]) -> tuple[int, int] | None:
@@ -164,17 +169,7 @@ def _run_adjacent(
 def _run_gathered(instance: Instance, requests: list[Request], now: int) -> None:
     began = _now()
     buffers = _buffers(instance, requests[0])
-    rows = gathered = 0
-    for request in requests:
-        plan = request.plan
-        assert isinstance(plan, Plan)
-        request.copied = 0
-        for tensor, buffer in zip(plan.inputs, buffers.inputs, strict=True):
-            source = tensor.memory(request.input_position, request.rows)
-            buffer[rows * tensor.row_bytes : rows * tensor.row_bytes + source.size] = source
-            request.copied += source.size
-        gathered += request.copied
-        rows += request.rows
+    rows, gathered = gather(requests, buffers)
     binding = _batch_binding(instance, requests[0], buffers, rows)
     copied = _now()
     ran = run_watched(instance, binding.run, rows, copied)
@@ -202,9 +197,7 @@ def _keep(
     assert model.cached is not None
     kept = []
     for tensor, array in zip(plan.outputs, outputs, strict=True):
-        reshape = model.reshapes.get(tensor.name)
-        shape = tuple(array.shape) if reshape is None else reshape.to_client(tensor.name, array.shape)
-        kept.append(Output(tensor.name, shape, serialized(tensor, array).tobytes()))
+        kept.append(Output(tensor.name, client_shape(model, tensor, array), serialized(tensor, array).tobytes()))
     model.cached.keep(plan, request.rows, inputs, kept, instance.block)
 
 
@@ -265,16 +258,14 @@ def _scatter(
 def _buffers(instance: Instance, request: Request) -> BatchBuffers:
     plan = request.plan
     assert isinstance(plan, Plan)
-    found = instance.buffers.get(plan.signature)
+    found = instance.buffers.get(plan.layout)
     if found is None:
         most = instance.model.config.max_batch_size
-        if len(instance.buffers) >= MAX_SIGNATURES:
-            instance.buffers.pop(next(iter(instance.buffers)))
         found = BatchBuffers(
             [instance.scratch("input", t.name, t.row_bytes * most) for t in plan.inputs],
             [None if t.open else instance.scratch("output", t.name, t.row_bytes * most) for t in plan.outputs],
         )
-        instance.buffers[plan.signature] = found
+        instance.keep_buffers(plan.layout, found)
     return found
 
 
@@ -292,5 +283,5 @@ def _batch_binding(instance: Instance, request: Request, buffers: BatchBuffers, 
             Operand(t.name, t.datatype, shape(t.name, t.shape_of(rows)), None if b is None else b[: rows * t.row_bytes])
             for t, b in zip(plan.outputs, buffers.outputs, strict=True)
         ]
-        found = buffers.bindings[rows] = instance.bind(inputs, outputs, rows)
+        found = buffers.bindings[rows] = instance.bind(inputs, outputs, rows, plan.parameters)
     return found

@@ -136,6 +136,7 @@ class BindPlan(LinkMessage, frozen=True, kw_only=True, tag=True):
     retryable: bool = True
     owner: int = 0  # see `shm.admission.BoundPlan`
     responses: int = 0  # see `shm.messages.Prepare`
+    parameters: dict[str, bool | int | float | str] = {}  # see `shm.parameters`
     step: bool = False  # see `shm.messages.PrepareStep`
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, final
 
 import numpy as np
@@ -17,8 +17,18 @@ import numpy.typing as npt
 
 from broker.repository.config import InstanceGroup, ModelConfig
 from broker.worker.assembly import assembly_of
-from broker.worker.backends import Backend, Binding, Context, Operand, RuntimeModel, load_instance
-from broker.worker.batcher import SingleQueue, lets_go, queue_for, scheduler_delay
+from broker.worker.backends import (
+    Backend,
+    Binding,
+    Context,
+    Operand,
+    RuntimeModel,
+    bind,
+    load_instance,
+    reads_parameters,
+)
+from broker.worker.batcher import SingleQueue, has_timeouts, queue_for, scheduler_delay
+from broker.worker.buffers import BatchBuffers, aligned_buffer
 from broker.worker.in_order import InOrder
 from broker.worker.queues import Queue
 from broker.worker.rate_limiter import Claim
@@ -27,12 +37,14 @@ from broker.worker.warm_up import warm_up
 from shm import statistics
 from shm.admission import Verdict
 from shm.errors import Code
+from shm.parameters import Parameter
 
 if TYPE_CHECKING:
     from broker.worker.cached import Cached
     from broker.worker.ensemble import Ensemble
     from broker.worker.streams import Streams
 
+MAX_KINDS = 32  # of batches, each with memory and bindings of its own
 FLUSH = 64  # inline executions remembered at most
 RECHECK = 100  # batches after which it is looked at again whether batching has come to pay
 _numbers = itertools.count(1)
@@ -52,18 +64,6 @@ def follow(known: int, took: int) -> int:
     if not known:
         return took
     return (known + took) >> 1 if took < known else known + (took - known >> 4)
-
-
-@final
-class BatchBuffers:
-    """Where rows of several requests lie side by side (the instance's memory), and the bindings on it by row count."""
-
-    __slots__ = ("bindings", "inputs", "outputs")
-
-    def __init__(self, inputs: list[npt.NDArray[np.uint8]], outputs: list[npt.NDArray[np.uint8] | None]) -> None:
-        self.inputs = inputs
-        self.outputs = outputs
-        self.bindings: dict[int, Binding] = {}
 
 
 @final
@@ -112,17 +112,25 @@ class Instance:
             found = self._scratch[side, tensor] = aligned_buffer(1 << (byte_size - 1).bit_length() if byte_size else 0)
         return found[:byte_size]
 
+    def keep_buffers(self, key: object, buffers: BatchBuffers) -> None:
+        """For the next batch of this kind, in place of the oldest: clients choose the shapes, so there is no end."""
+        if len(self.buffers) >= MAX_KINDS:
+            self.buffers.pop(next(iter(self.buffers)))
+        self.buffers[key] = buffers
+
     def close(self) -> None:
         """Give the runtime's memory back, and the instance's own."""
         self.buffers.clear()
         self._scratch.clear()
         self.runtime.close()
 
-    def bind(self, inputs: list[Operand], outputs: list[Operand], rows: int) -> Binding:
+    def bind(
+        self, inputs: list[Operand], outputs: list[Operand], rows: int, parameters: Mapping[str, Parameter]
+    ) -> Binding:
         """Have the runtime prepare a run of so many rows, with the hang watch on. What it takes is not measured."""
         self.begin(rows, time.monotonic_ns())
         try:
-            return self.runtime.bind(inputs, outputs)
+            return bind(self.runtime, inputs, outputs, parameters)
         finally:
             self.end(rows, 0)
 
@@ -241,6 +249,7 @@ class LoadedModel:
         "instances",
         "pins",
         "queue",
+        "reads_parameters",
         "reshapes",
         "resting",
         "shares",
@@ -262,7 +271,7 @@ class LoadedModel:
         self.queue: Queue = queue_for(config, instance_count(config.instance_group))
         self.closed: Verdict | None = None
         batching = config.dynamic_batching
-        self.timed = _has_timeouts(config)
+        self.timed = has_timeouts(config)
         self.alone = isinstance(self.queue, SingleQueue)  # every request runs alone
         # Does a lone request go as soon as an instance is free?
         self.immediate = batching is None or not batching.max_queue_delay_microseconds
@@ -270,6 +279,7 @@ class LoadedModel:
         self.cached: Cached | None = None
         self.claims: tuple[Claim, ...] = ()  # of its instances; () when no rate limiter has a say
         self.ensemble: Ensemble | None = None
+        self.reads_parameters = False  # of requests: only those with equal ones run together
         self.pins = 0  # runs of ensembles that are going to use it, or are at it; under the model table's lock
         self.streams: Streams | None = None
         self.shares = 0  # since all that waits was last given to one instance
@@ -327,6 +337,7 @@ class LoadedModel:
                 context = Context(self.config, self.version, directory, group, name)
                 instance = Instance(self, name, load_instance(backend, context), next(places), len(self.instances))
                 self.instances.append(instance)
+                self.reads_parameters = reads_parameters(instance.runtime)
                 warm_up(self.config, instance.runtime, self.shape)
         self.free = list(self.instances)
 
@@ -383,16 +394,3 @@ class LoadedModel:
 def instance_count(groups: tuple[InstanceGroup, ...]) -> int:
     """How many statistics blocks a model version needs."""
     return sum(group.count for group in groups)
-
-
-def _has_timeouts(config: ModelConfig) -> bool:
-    """Does its queue let requests go by itself?"""
-    batching = config.dynamic_batching
-    return config.sequence_batching is not None if batching is None else lets_go(batching)
-
-
-def aligned_buffer(byte_size: int) -> npt.NDArray[np.uint8]:
-    """Private memory on a 64-byte boundary, as vector kernels like it."""
-    raw = np.empty(byte_size + 64, np.uint8)
-    start = -raw.__array_interface__["data"][0] % 64
-    return raw[start : start + byte_size]

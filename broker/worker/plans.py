@@ -18,6 +18,7 @@ from broker.worker.regions import Region, RegionTable
 from shm import datatypes, views
 from shm.admission import Verdict
 from shm.errors import Code, InferError
+from shm.parameters import key_of
 from shm.views import Placement
 
 Bytes = npt.NDArray[np.uint8]
@@ -89,11 +90,13 @@ class Plan:
         "inputs",
         "interface",
         "key",
+        "layout",
         "model",
         "model_name",
         "output_positions",
         "outputs",
         "owner",
+        "parameters",
         "pinned",
         "reads",
         "refused_until_ns",
@@ -120,6 +123,7 @@ class Plan:
         self.owner = message.owner
         self.step = message.step  # of an ensemble in another worker: it keeps its model
         self.pinned: LoadedModel | None = None
+        self.parameters = message.parameters
         self.responses = message.responses  # places for them in one output position; 0: one response
         self.retryable = message.retryable
         self.refused_until_ns = message.refused_until_ns
@@ -133,6 +137,7 @@ class Plan:
         self.crowded = False
         self.bindings: dict[tuple[int, int, int, int], Any] = {}  # Execution, by instance number, positions, rows
         self.signature: object = None
+        self.layout: object = None  # the same, and equal outputs
         self.simple = False
         self.adjacent = False
 
@@ -190,12 +195,16 @@ def adopt(plan: Plan, model: LoadedModel, signatures: dict[object, object]) -> N
         and not any(t.datatype == "BYTES" for t in tensors)
         and not any(t.open for t in plan.inputs)
     )
-    key: object = tuple((t.name, t.datatype, t.shape[1:]) for t in tensors)
+    key: tuple[object, ...] = tuple((t.name, t.datatype, t.shape[1:]) for t in plan.inputs)
     assembly = model.assembly
     if assembly is not None:  # which copies every input, strings too, and lets the runtime allocate every output
         together = model.config.max_batch_size > 1 and plan.rows > 0
         key = tuple((t.name, t.datatype, () if t.name in assembly.ragged else t.shape[1:]) for t in plan.inputs)
+    if model.reads_parameters and plan.parameters:
+        key = (*key, key_of(plan.parameters))
     plan.signature = signatures.setdefault(key, key) if together else None
+    wanted = (key, *((t.name, t.shape[1:]) for t in plan.outputs))
+    plan.layout = signatures.setdefault(wanted, wanted) if together else None
     plan.adjacent = (
         together
         and assembly is None

@@ -12,6 +12,7 @@ from typing import Any, Protocol, final
 import numpy.typing as npt
 
 from shm.errors import Code, InferError
+from shm.parameters import Parameter
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -44,10 +45,10 @@ class Stream:
 
     `inputs`: arrays by name, copies of the client's; BYTES as object arrays of `bytes`. `outputs`: the names that the
     client asked for; what it did not ask for is not sent. `request_id`: the client's number, 0 without one. `kept`:
-    what the model keeps of a request that it has run again (`reschedule`).
+    what the model keeps of a request that it has run again (`reschedule`). `parameters`: the request's own.
     """
 
-    __slots__ = ("_answers", "_released", "inputs", "kept", "outputs", "request_id", "rows")
+    __slots__ = ("_answers", "_released", "inputs", "kept", "outputs", "parameters", "request_id", "rows")
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class Stream:
         request_id: int,
         rows: int,
         kept: dict[str, Any] | None = None,
+        parameters: Mapping[str, Parameter] | None = None,
     ) -> None:
         self._answers = answers
         self._released = False
@@ -64,6 +66,7 @@ class Stream:
         self.inputs: Arrays = MappingProxyType(dict(inputs))
         self.outputs = tuple(outputs)
         self.request_id = request_id
+        self.parameters: Mapping[str, Parameter] = MappingProxyType(parameters or {})
         self.rows = rows
 
     @property

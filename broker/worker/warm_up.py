@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from broker.repository.config import ModelConfig
 from broker.repository.scheduling import Control, State, WarmUp, WarmUpInput
-from broker.worker.backends import Operand, RuntimeModel
+from broker.worker.backends import Operand, RuntimeModel, bind
 from broker.worker.backends.builtin import array_of
 from broker.worker.stream import Stream
 from shm import datatypes
@@ -40,13 +40,13 @@ def warm_up(config: ModelConfig, runtime: RuntimeModel, shape_of: Callable[[str,
                 for _ in range(sample.count):
                     _stream(execute, operands)
                 continue
-            binding = runtime.bind(operands.inputs(), operands.outputs())
+            binding = bind(runtime, operands.inputs(), operands.outputs())
             for _ in range(sample.count):
                 binding.run()
         except Exception as error:  # the runtime raises classes of its own
             code = Code[error.code] if isinstance(error, InferError) else Code.INTERNAL
             text = error.message if isinstance(error, InferError) else f"{type(error).__name__}: {error}"
-            raise InferError(code, f"failed to run warmup sample '{sample.name}': {text}") from None
+            raise InferError(code, f"failed to run warmup sample '{sample.name}': {text}") from error
 
 
 @final

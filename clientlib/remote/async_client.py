@@ -20,7 +20,7 @@ from clientlib import process
 from clientlib.address import Address
 from clientlib.arguments import LoadConfig, LoadFiles, load_arguments, model_text, seconds, version_text, whole
 from clientlib.async_streams import AsyncSource, AsyncStream
-from clientlib.automatic import Inputs, Request, check_parameters
+from clientlib.automatic import Inputs, Request
 from clientlib.callable_model import AsyncModel
 from clientlib.client import CALL_S, NO_CUDA
 from clientlib.pending import expired
@@ -39,6 +39,7 @@ from clientlib.results import InferResult
 from clientlib.submission import MAX_PRIORITY, Options, deadline_ns_of, remaining_s
 from shm.errors import Code, InferError
 from shm.messages import ModelMetadata, RegionRecord
+from shm.parameters import Parameter
 
 T = TypeVar("T")
 
@@ -148,9 +149,10 @@ class AsyncRemoteClient(StaysHere):
         outputs: Outputs = None,
         slots: Slots = 1,
         version: str | int = "",
+        parameters: Mapping[str, Parameter] | None = None,
     ) -> AsyncRemotePlan:
         """Check a request once, to run it many times. Raises InferError with what does not fit."""
-        made = recipe(model, inputs, outputs, slots, version, UNUSED)
+        made = recipe(model, inputs, outputs, slots, version, UNUSED, parameters)
         return AsyncRemotePlan(self, await self._run(self.remote.prepare(made)))
 
     async def infer(
@@ -160,14 +162,12 @@ class AsyncRemoteClient(StaysHere):
         outputs: Outputs = None,
         timeout: float | None = None,
         priority: int = 0,
-        parameters: Mapping[str, object] | None = None,
+        parameters: Mapping[str, Parameter] | None = None,
         version: str | int = "",
     ) -> InferResult:
         """Run a model on arrays, or on tensors in regions."""
-        if parameters is not None:
-            check_parameters(parameters)
         deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
-        asked = Request(model, version, inputs, outputs)
+        asked = Request(model, version, inputs, outputs, parameters)
         options = (0, whole(priority, "priority", 0, MAX_PRIORITY), 0, False, False)
         made = asked.recipe(UNUSED)
         layout = await self._run(self.remote.once(made), patience_s(deadline_ns, CALL_S))
@@ -185,14 +185,12 @@ class AsyncRemoteClient(StaysHere):
         outputs: Outputs = None,
         timeout: float | None = None,
         priority: int = 0,
-        parameters: Mapping[str, object] | None = None,
+        parameters: Mapping[str, Parameter] | None = None,
         version: str | int = "",
     ) -> AsyncStream:
         """A request to iterate over with `async for`. As `AsyncClient.stream`, and `RemoteClient.stream`."""
-        if parameters is not None:
-            check_parameters(parameters)
         deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
-        asked = Request(model, version, inputs, outputs)
+        asked = Request(model, version, inputs, outputs, parameters)
         options = (0, whole(priority, "priority", 0, MAX_PRIORITY), 0, False, False)
         made = asked.recipe(UNUSED)
 

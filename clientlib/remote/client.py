@@ -21,7 +21,7 @@ import numpy.typing as npt
 from clientlib import process
 from clientlib.address import Address
 from clientlib.arguments import LoadConfig, LoadFiles, load_arguments, model_text, seconds, version_text, whole
-from clientlib.automatic import Inputs, Request, check_parameters
+from clientlib.automatic import Inputs, Request
 from clientlib.callable_model import Model
 from clientlib.claims import FULL_WAIT_S
 from clientlib.client import CALL_S, NO_CUDA
@@ -39,6 +39,7 @@ from clientlib.streams import Source, Stream
 from clientlib.submission import MAX_PRIORITY, Options, deadline_ns_of
 from shm.errors import Code, InferError
 from shm.messages import ModelMetadata, RegionRecord
+from shm.parameters import Parameter
 
 T = TypeVar("T")
 UNUSED = Budget(places=1, byte_size=1)  # nothing is reserved here
@@ -153,9 +154,12 @@ class RemoteClient(StaysHere):
         outputs: Outputs = None,
         slots: Slots = 1,
         version: str | int = "",
+        parameters: Mapping[str, Parameter] | None = None,
     ) -> RemotePlan:
         """Check a request once, to run it many times. Raises InferError with what does not fit."""
-        return RemotePlan(self, self._run(self.remote.prepare(recipe(model, inputs, outputs, slots, version, UNUSED))))
+        return RemotePlan(
+            self, self._run(self.remote.prepare(recipe(model, inputs, outputs, slots, version, UNUSED, parameters)))
+        )
 
     def infer(
         self,
@@ -164,14 +168,12 @@ class RemoteClient(StaysHere):
         outputs: Outputs = None,
         timeout: float | None = None,
         priority: int = 0,
-        parameters: Mapping[str, object] | None = None,
+        parameters: Mapping[str, Parameter] | None = None,
         version: str | int = "",
     ) -> InferResult:
         """Run a model on arrays, or on tensors in regions."""
-        if parameters is not None:
-            check_parameters(parameters)
         deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
-        asked = Request(model, version, inputs, outputs)
+        asked = Request(model, version, inputs, outputs, parameters)
         options = (0, whole(priority, "priority", 0, MAX_PRIORITY), 0, False, False)
         made = asked.recipe(UNUSED)
         layout = self._run(self.remote.once(made), patience_s(deadline_ns, CALL_S))
@@ -198,7 +200,7 @@ class RemoteClient(StaysHere):
         outputs: Outputs = None,
         timeout: float | None = None,
         priority: int = 0,
-        parameters: Mapping[str, object] | None = None,
+        parameters: Mapping[str, Parameter] | None = None,
         version: str | int = "",
     ) -> Stream:
         """Send a request; iterate over what comes. As `Client.stream`.
@@ -206,10 +208,8 @@ class RemoteClient(StaysHere):
         Responses of a decoupled model come over gRPC; other transports raise InferError UNSUPPORTED. There, an error
         in the place of a response has no code of its own (UNKNOWN).
         """
-        if parameters is not None:
-            check_parameters(parameters)
         deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
-        asked = Request(model, version, inputs, outputs)
+        asked = Request(model, version, inputs, outputs, parameters)
         options = (0, whole(priority, "priority", 0, MAX_PRIORITY), 0, False, False)
         made = asked.recipe(UNUSED)
         layout = self._run(self.remote.once(made), patience_s(deadline_ns, CALL_S))

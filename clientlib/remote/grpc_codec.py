@@ -16,6 +16,7 @@ from clientlib.remote import transport
 from clientlib.remote.transport import InferAnswer, InferRequest, OutputTensor, Word
 from shm.errors import Code, InferError
 from shm.message_values import IndexEntry, ModelMetadata, TensorMetadata
+from shm.parameters import Parameter
 
 # By the number of a gRPC status.
 _CODES = {
@@ -99,6 +100,8 @@ def encode_infer(request: InferRequest) -> Any:
     for wanted in request.outputs or ():
         message.outputs.add(name=wanted.name)
     parameters = message.parameters
+    for name, value in request.parameters.items():
+        setattr(parameters[name], _choice(value), value)
     if request.timeout_us:
         parameters["timeout"].int64_param = request.timeout_us
     if request.priority:
@@ -110,6 +113,15 @@ def encode_infer(request: InferRequest) -> Any:
         parameters["sequence_start"].bool_param = request.sequence_start
         parameters["sequence_end"].bool_param = request.sequence_end
     return message
+
+
+def _choice(value: Parameter) -> str:
+    """The field of a parameter's message for such a value."""
+    if isinstance(value, bool):
+        return "bool_param"
+    if isinstance(value, int):
+        return "int64_param" if value < 2**63 else "uint64_param"
+    return "double_param" if isinstance(value, float) else "string_param"
 
 
 def decode_infer(reply: Any) -> InferAnswer:

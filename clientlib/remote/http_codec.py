@@ -98,7 +98,7 @@ def encode_infer(address: Address, request: InferRequest) -> HttpCall:
             }
         )
         parts.append(tensor.data)
-    parameters: dict[str, Any] = {"binary_data_output": True}
+    parameters: dict[str, Any] = {**request.parameters, "binary_data_output": True}
     if request.timeout_us:
         parameters["timeout"] = request.timeout_us
     if request.priority:

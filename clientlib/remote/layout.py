@@ -45,11 +45,23 @@ class Layout:
     `names`: the outputs to ask for, None for all. `shared`: the server reads and writes the regions itself.
     """
 
-    __slots__ = ("_inputs", "_places", "model", "names", "positions", "ranges", "rows", "shared", "version")
+    __slots__ = (
+        "_inputs",
+        "_parameters",
+        "_places",
+        "model",
+        "names",
+        "positions",
+        "ranges",
+        "rows",
+        "shared",
+        "version",
+    )
 
     def __init__(self, recipe: Recipe, names: Sequence[str] | None, rows: int, *, shared: bool) -> None:
         """Raises InferError for what lies outside its region, or in what is read-only."""
         self.model, self.version = recipe.model, recipe.version
+        self._parameters = recipe.parameters
         self.names, self.rows, self.shared = names, rows, shared
         self.positions = recipe.input_positions, recipe.output_positions
         self._inputs: Mapping[str, TensorRef | ArrayInput] = recipe.inputs
@@ -109,7 +121,8 @@ class Layout:
                     continue
             copied += data.nbytes
             inputs.append(InputTensor(name, value.datatype, shape, data))
-        return InferRequest(self.model, self.version, inputs, self._wanted(at.output_slot)), copied
+        wanted = self._wanted(at.output_slot)
+        return InferRequest(self.model, self.version, inputs, wanted, parameters=self._parameters), copied
 
     def result(self, answer: InferAnswer, at: Position, copied: int, *, partial: bool = False) -> InferResult:
         """The arrays of an answer; placed outputs are written where they belong, all or none of them.

@@ -35,6 +35,7 @@ from typing import Any, Protocol, final, runtime_checkable
 
 from clientlib.address import Address
 from shm.errors import Code, InferError
+from shm.parameters import Parameter
 
 Buffer = bytes | bytearray | memoryview
 
@@ -165,6 +166,7 @@ class InferRequest:
     sequence_id: int = 0
     sequence_start: bool = False
     sequence_end: bool = False
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
 
 @final

@@ -109,6 +109,7 @@ def infer_message(request: InferRequest, number: int) -> wire.Infer:
         sequence_id=request.sequence_id,
         sequence_start=request.sequence_start,
         sequence_end=request.sequence_end,
+        parameters=dict(request.parameters),
     )
 
 

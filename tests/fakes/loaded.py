@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 import numpy as np
@@ -24,6 +24,7 @@ from shm import datatypes, sockets, statistics
 from shm.admission import Request
 from shm.layout import NOTE_BYTES
 from shm.messages import TensorSpec
+from shm.parameters import Parameter
 from shm.regions import create_pool
 from shm.statistics import StatisticsPage
 from shm.worker_channel import WorkerChannel
@@ -108,6 +109,7 @@ class Loaded:
         positions: int | tuple[int, int] = 1,
         rows: int = 0,
         responses: int = 0,
+        parameters: Mapping[str, Parameter] | None = None,
     ) -> Plan:
         """A plan of a session of its own, all in one region."""
         self._sessions += 1
@@ -125,6 +127,7 @@ class Loaded:
             rows=rows,
             interface=self.model.config.interface,
             responses=responses,
+            parameters=dict(parameters or {}),
         )
         plan = Plan(message, self.regions, self.crowds)
         adopt(plan, self.model, self.signatures)

@@ -11,7 +11,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from broker.worker import execute
+from broker.worker import model as worker_model
 from broker.worker.model import follow
 from broker.worker.plans import Plan
 from shm import statistics
@@ -309,7 +309,7 @@ def test_batches_of_all_signatures_are_gathered_in_the_same_memory(load):
 
 
 def test_buffers_are_kept_for_some_signatures_only(load, monkeypatch):
-    monkeypatch.setattr(execute, "MAX_SIGNATURES", 2)
+    monkeypatch.setattr(worker_model, "MAX_KINDS", 2)
     loaded = load(models.add1())
     memory = loaded.memory()
     for size in (1, 2, 3, 1):

@@ -10,17 +10,24 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import os
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
 from broker.repository.config import InstanceGroup, ModelConfig
 from shm.errors import Code, InferError
+from shm.parameters import Parameter
 
 if TYPE_CHECKING:
     from broker.worker.stream import Stream
+
+
+NOTHING: Final[Mapping[str, Parameter]] = {}
 
 
 class Context(NamedTuple):
@@ -63,10 +70,20 @@ class RuntimeModel(Protocol):
     """One loaded instance. Calls come from one thread at a time, not always the same."""
 
     def bind(self, inputs: list[Operand], outputs: list[Operand]) -> Binding:
-        """Prepare a run on these operands. Raises InferError when the runtime cannot take them."""
+        """Prepare a run on these operands. Raises InferError when the runtime cannot take them.
+
+        One that has a third argument `parameters` is given those of the requests (see `ReadsParameters`).
+        """
 
     def close(self) -> None:
         """Give the memory back."""
+
+
+class ReadsParameters(Protocol):
+    """A loaded instance that looks at the parameters of requests: only requests with equal ones run together."""
+
+    def bind(self, inputs: list[Operand], outputs: list[Operand], parameters: Mapping[str, Parameter]) -> Binding:
+        """As `RuntimeModel.bind`. `parameters`: {} for a request without any."""
 
 
 class DecoupledModel(RuntimeModel, Protocol):
@@ -123,6 +140,23 @@ def load_instance(backend: Backend, context: Context) -> RuntimeModel:
             "an object with 'bind' and 'close'",
         )
     return runtime
+
+
+def reads_parameters(runtime: RuntimeModel) -> TypeGuard[ReadsParameters]:
+    """Has its `bind` an argument for them?"""
+    try:
+        return "parameters" in inspect.signature(runtime.bind).parameters
+    except (TypeError, ValueError):  # of an extension module, which says nothing
+        return False
+
+
+def bind(
+    runtime: RuntimeModel, inputs: list[Operand], outputs: list[Operand], parameters: Mapping[str, Parameter] = NOTHING
+) -> Binding:
+    """Have it bind, with the parameters if it wants them."""
+    if reads_parameters(runtime):
+        return runtime.bind(inputs, outputs, MappingProxyType(parameters))
+    return runtime.bind(inputs, outputs)
 
 
 def _from_file(path: str) -> Backend:
