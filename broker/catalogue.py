@@ -28,6 +28,8 @@ UNLOADED = "unloaded"  # Triton's reason; begins that of a version that was unlo
 class Version:
     """What serves now; `generation` 0 means that nothing does. `state` and `reason` are Triton's.
 
+    `workers`: one per device and group that it has instances on; all have loaded it.
+
     `files`: the private repository of an override that it was loaded from, "" for the broker's repositories.
     """
 
@@ -35,9 +37,20 @@ class Version:
     reason: str = ""
     generation: int = 0
     config: ModelConfig | None = None
-    worker: Worker | None = None
+    workers: tuple[Worker, ...] = ()
     load_s: float = 0.0  # of the latest load that succeeded
     files: str = ""
+
+    def lose_workers(self, model: str, number: int, reason: str) -> bool:
+        """Go on without those that do not serve it any more. False: they all do."""
+        left = tuple(worker for worker in self.workers if worker.serves(model, number))
+        if not self.generation or left == self.workers:
+            return False
+        if left:
+            self.workers = left
+        else:
+            self.state, self.reason, self.generation = UNAVAILABLE, reason, 0
+        return True
 
 
 @final
@@ -75,11 +88,12 @@ class Catalogue:
         ready = [number for number, version in versions.items() if version.generation]
         return versions[max(ready)].config if ready else None
 
-    def worker_for(self, model: str, version: str = "") -> Worker:
-        """The worker that serves it. Raises as `metadata`."""
+    def workers_for(self, model: str, version: str = "") -> tuple[Worker, ...]:
+        """The workers that serve it: those that are up first, of these the least busy. Raises as `metadata`."""
         _, found = self._ready(model, version)
-        assert found.worker is not None
-        return found.worker
+        if len(found.workers) < 2:
+            return found.workers
+        return tuple(sorted(found.workers, key=lambda worker: (worker.state != "ready", self._blocks.load(worker.key))))
 
     def all(self) -> list[ModelMetadata]:
         """Every version that is known, and a model without any (version "") with the reason."""
@@ -157,9 +171,10 @@ class Catalogue:
         return number, found
 
     def _metadata(self, name: str, number: int, version: Version) -> ModelMetadata:
-        state, reason, worker = version.state, version.reason, version.worker
-        if state == READY and worker is not None and worker.state != "ready":
+        state, reason = version.state, version.reason
+        if state == READY and version.workers and all(worker.state != "ready" for worker in version.workers):
             # Requests are accepted all the same, and wait: only what is shown tells.
+            worker = version.workers[0]
             state = UNAVAILABLE if worker.state == "stopped" else LOADING
             reason = f"worker '{worker.key}' is {worker.state}, its last process: {worker.last_death}"
         config = version.config
@@ -174,7 +189,7 @@ class Catalogue:
             max_batch_size=config.max_batch_size,
             inputs=tuple(tensor_metadata(tensor, batched) for tensor in config.input),
             outputs=tuple(tensor_metadata(tensor, batched) for tensor in config.output),
-            workers=(worker.key,) if worker is not None else (),
+            workers=tuple(worker.key for worker in version.workers),
             decoupled=config.decoupled,
             max_batch_size_completed=config.max_batch_size_completed,
             correlation=_correlation(config),

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from broker.repository.check import check
 from broker.repository.config import LoadFailure, ModelConfig
 from broker.repository.ensembles import misfit
+from broker.repository.placement import placed
 from broker.repository.scan import misplaced, scan
 from broker.tables import ascii_table, printable
 from shm import sockets
@@ -218,7 +219,7 @@ def _explained(result: ModelConfig) -> str:
     about = [
         f"{result.name} in {result.directory}",
         "origin of each value: file (config.pbtxt), model (the model's own files), default, override",
-        f"worker group: {result.worker_group}",
+        f"workers: {', '.join(placed(result))}",
         f"versions: {', '.join(map(str, result.versions))}",
         f"retried after a worker's death: {'yes' if result.retryable else 'no'}",
         *(f"input {tensor.name}: {tensor.zero_copy_reason}" for tensor in result.input),
@@ -231,7 +232,7 @@ def _explained(result: ModelConfig) -> str:
 def _explanation(result: ModelConfig) -> dict[str, Any]:
     return {
         "config": json.loads(result.json),
-        "worker": result.worker_group,
+        "worker": ",".join(result.worker_groups),
         "versions": {str(version): path for version, path in result.versions.items()},
         "inputs": {
             tensor.name: {"zero_copy": tensor.zero_copy, "reason": tensor.zero_copy_reason} for tensor in result.input

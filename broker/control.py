@@ -207,6 +207,12 @@ async def prepare_step(control: Control, peer: Peer, request: messages.PrepareSt
     return Answer(await prepared)
 
 
+async def prepare_at(control: Control, peer: Peer, request: messages.PrepareAt) -> Answer:
+    """Bind a plan to one more worker."""
+    await control.plans.prepare_at(peer.session, request)
+    return Answer(messages.Done())
+
+
 async def release(control: Control, peer: Peer, request: messages.Release) -> Answer:
     """Forget a plan."""
     control.plans.release(peer.session, request.index, request.generation)
@@ -290,6 +296,7 @@ _ANSWERS: dict[type[Message], Callable[[Control, Peer, Any], Awaitable[Answer]]]
     messages.ListRegions: list_regions,
     messages.Prepare: prepare,
     messages.PrepareStep: prepare_step,
+    messages.PrepareAt: prepare_at,
     messages.Release: release,
     messages.OpenChannel: open_channel,
     messages.CloseChannel: close_channel,

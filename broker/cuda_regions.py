@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol, TypeVar
 
+from broker.records import RegionEntry
 from shm.cuda.descriptor import LEGACY, CudaMemory
 from shm.errors import Code, InferError
 from shm.regions import FileIdentity
@@ -29,12 +31,34 @@ def check_served(name: str, memory: CudaMemory, served: Collection[str]) -> None
     )
 
 
-def check_reach(name: str, memory: CudaMemory, worker: str) -> None:
-    """Does `worker` (its key, "device/group") run on the memory's GPU? Raises UNSUPPORTED."""
-    if worker.partition("/")[0] != memory.device:
+class GpuWorker(Protocol):
+    """What is asked of a worker. `device`: the UUID of its GPU, "" on the CPU."""
+
+    key: str
+    device: str
+
+
+W = TypeVar("W", bound=GpuWorker)
+
+
+def reaching(workers: Sequence[W], regions: Iterable[RegionEntry]) -> list[W]:
+    """Those of `workers`, of which there is one, that reach all `regions`. Raises UNSUPPORTED where none does."""
+    left = list(workers)
+    for entry in regions:
+        if entry.cuda is not None:
+            near = [worker for worker in left if worker.device == entry.cuda.device]
+            if not near:
+                check_reach(entry.name, entry.cuda, left[0])
+            left = near
+    return left
+
+
+def check_reach(name: str, memory: CudaMemory, worker: GpuWorker) -> None:
+    """Does `worker` run on the memory's GPU? Raises UNSUPPORTED."""
+    if worker.device != memory.device:
         raise InferError(
             Code.UNSUPPORTED,
-            f"shared memory region '{name}' is memory of {memory.device}, but the model runs in worker '{worker}', "
+            f"shared memory region '{name}' is memory of {memory.device}, but the model runs in worker '{worker.key}', "
             "which cannot reach it; use a region of the host, or an instance_group with that GPU",
         )
 

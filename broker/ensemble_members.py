@@ -47,7 +47,7 @@ def as_members_are(catalogue: Catalogue, config: ModelConfig) -> ModelConfig:
     config = replace(
         config,
         output=tuple(replace(each, labels=labels[each.name]) for each in config.output),
-        parameters={**config.parameters, "worker_group": ensembles.worker_group(config, configs)},
+        worker=ensembles.workers_of(config, configs)[0],
     )
     config = replace(config, remote=_remote(catalogue, config))
     if config.decoupled or not ensembles.is_decoupled(config, configs):
@@ -63,10 +63,11 @@ def _remote(catalogue: Catalogue, config: ModelConfig) -> dict[int, RemoteMember
     for at, step in enumerate(config.ensemble.step):
         name = step.model_name
         number = str(step.model_version) if step.model_version > 0 else ""
-        worker, (member, _) = catalogue.worker_for(name, number), catalogue.config(name, number)
-        if worker.key != f"cpu/{config.worker_group}":
+        keys = [worker.key for worker in catalogue.workers_for(name, number)]
+        member, _ = catalogue.config(name, number)
+        if config.worker not in keys:
             found[at] = RemoteMember(
-                worker=worker.key,
+                worker=keys[0],
                 config=member.as_remote,
                 sequences=member.sequence_batching is not None or member.ensemble is not None,  # which may have some
                 retry=retryable(catalogue, member),

@@ -93,6 +93,7 @@ class Worker:
         "_uses",
         "_was_ready",
         "_zygote",
+        "device",
         "instances",
         "key",
         "last_death",
@@ -100,8 +101,9 @@ class Worker:
         "state",
     )
 
-    def __init__(self, key: str, owner: Owner, zygote: Zygote) -> None:
+    def __init__(self, key: str, owner: Owner, zygote: Zygote, device: str = "") -> None:
         self.key = key
+        self.device = device  # the UUID of its GPU, "" on the CPU
         self.state = "starting"  # "ready", "backoff", "stopped"
         self.restarts = 0
         self.last_death = ""
@@ -148,6 +150,11 @@ class Worker:
         for load in [load for load in models if load[:2] == (model, version)]:
             await self._state.forget(models, load, UnloadModel(model=model, version=version))
 
+    def serves(self, model: str, version: int) -> bool:
+        """Has a process of it loaded this, so that the next one will, too?"""
+        models = self._state.models.items()
+        return any(load[:2] == (model, version) and wanted.done and not wanted.error for load, wanted in models)
+
     async def add_region(self, entry: RegionEntry) -> None:
         """Map it. Asking again for what is there returns at once."""
         wanted = Wanted(add_region(entry), entry.descriptors)
@@ -173,11 +180,6 @@ class Worker:
                 return await process.request(AskRegion(region=region, generation=generation)) == USED
         except (ProcessDied, TimeoutError):
             return True
-
-    def has_region(self, region: int, generation: int) -> bool:
-        """Has a process acknowledged it? (Its replacements get it before anything that could use it.)"""
-        wanted = self._state.regions.get((region, generation))
-        return wanted is not None and wanted.done > 0
 
     async def bind_plan(self, message: BindPlan) -> None:
         """Make it known."""

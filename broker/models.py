@@ -16,7 +16,7 @@ from typing import Any, NoReturn, final
 from msgspec.structs import replace
 
 from broker import polling
-from broker.catalogue import READY, UNAVAILABLE, UNLOADED, Catalogue, Model
+from broker.catalogue import READY, UNLOADED, Catalogue, Model
 from broker.ensemble_members import as_members_are, ensembles_of, members_first, misfit
 from broker.loading import results
 from broker.loads import Loads, cancel
@@ -363,11 +363,9 @@ class Models(Catalogue):
 
     def _lost(self, model: str, number: int, generation: int, reason: str) -> None:
         """A worker had to come back without it."""
-        version = self.known[model].versions[number] if model in self.known else None
-        if version is None or version.generation != generation:
-            return
+        if model not in self.known or not self.known[model].versions[number].lose_workers(model, number, reason):
+            return  # what was lost does not serve any more, or not yet
         _log.error("failed to load '%s' version %d: %s", model, number, reason)
-        version.state, version.reason, version.generation = UNAVAILABLE, reason, 0
         # What served and cannot be had again, because its files have changed: what is there now is.
         again = CHANGED in reason
         self._follow_up(self._load_many((model,), lambda done, total: None) if again else self._changed(model))

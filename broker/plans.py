@@ -7,16 +7,19 @@ asks what a dead worker's requests were. A submission names a plan by one word: 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, final
 
+from broker.cuda_regions import reaching
 from broker.ensemble_members import retryable
 from broker.plan_check import check
+from broker.records import RegionEntry
 from broker.registry import RegionWorker, Registry
 from broker.repository.config import ModelConfig
 from broker.worker.messages import BindPlan
 from shm.errors import Code, InferError
-from shm.messages import ModelMetadata, Prepare, Prepared
+from shm.messages import ModelMetadata, Prepare, PrepareAt, Prepared
 
 MAX_PLANS = 4096  # per session
 _GENERATIONS = 2**32 - 1  # the word has 32 bits for it; 0 is never used
@@ -24,6 +27,8 @@ _GENERATIONS = 2**32 - 1  # the word has 32 bits for it; 0 is never used
 
 class PlanWorker(RegionWorker, Protocol):
     """What plans need of a worker."""
+
+    state: str
 
     async def bind_plan(self, message: BindPlan) -> None:
         """Returns when the worker's process can take submissions of the plan."""
@@ -44,15 +49,16 @@ class ModelLookup(Protocol):
     def serving(self, model: str) -> ModelConfig | None:
         """The configuration of the latest version that is ready."""
 
-    def worker_for(self, model: str, version: str) -> PlanWorker:
-        """The worker that serves it."""
+    def workers_for(self, model: str, version: str) -> Sequence[PlanWorker]:
+        """The workers that serve it, the best one first."""
 
 
 @final
 @dataclass(slots=True)
 class _Plan:
     message: BindPlan
-    worker: PlanWorker
+    regions: tuple[RegionEntry, ...]
+    workers: dict[str, PlanWorker] = field(default_factory=dict)  # at which it is bound, or about to be
 
 
 @final
@@ -93,15 +99,13 @@ class Plans:
     ) -> Prepared:
         """Check the plan, have its worker map what it names, bind it there; returns when the worker knows it.
 
+        Of several workers that serve the model it is the best one; `prepare_at` binds the plan to others.
         `owner`: as `shm.admission.BoundPlan` has it. `step`, `retry`: see `shm.messages.PrepareStep`.
         """
         metadata = self._models.metadata(request.model, request.version)
-        worker = self._models.worker_for(request.model, request.version)
-        if request.worker not in ("", worker.key):
-            raise InferError(
-                Code.INVALID_ARG, f"model '{request.model}' is served by worker '{worker.key}', not '{request.worker}'"
-            )
+        serving = self._models.workers_for(request.model, request.version)
         checked = check(metadata, request, lambda name: self._registry.find(session, name))
+        workers = reaching(_wanted(serving, request), checked.regions)
         config, version = self._models.config(request.model, request.version)
         table = self._tables.setdefault(session, _Table())
         index, generation = table.take()
@@ -125,22 +129,51 @@ class Plans:
             responses=request.responses,
             parameters=request.parameters,
         )
-        table.plans[index] = plan = _Plan(message, worker)
+        table.plans[index] = plan = _Plan(message, tuple(checked.regions))
         try:
-            await self._registry.map_at(worker, checked.regions)
-            await worker.bind_plan(message)
+            await self._bind(plan, workers[0])
         except BaseException:
             self._drop(session, plan)
             raise
         return Prepared(
-            index=index, generation=generation, worker=worker.key, model_version=str(version), rows=checked.rows
+            index=index,
+            generation=generation,
+            worker=workers[0].key,
+            workers=tuple(sorted(worker.key for worker in workers)) if len(workers) > 1 else (),
+            model_version=str(version),
+            rows=checked.rows,
         )
+
+    async def prepare_at(self, session: int, request: PrepareAt) -> None:
+        """Bind a plan to one more worker that serves its model; returns when that worker knows it.
+
+        Raises NOT_FOUND, and UNAVAILABLE for a worker that is not up: it is not waited for, there are others.
+        """
+        plan = self._find(session, request.index, request.generation)
+        if plan is None:
+            raise _no_plan(request.index, request.generation)
+        message = plan.message
+        serving = self._models.workers_for(message.model, "" if message.follow_latest else str(message.version))
+        for worker in reaching(serving, plan.regions):
+            if worker.key == request.worker:
+                if worker.state != "ready":
+                    raise InferError(Code.UNAVAILABLE, f"worker '{worker.key}' is {worker.state}")
+                await self._bind(plan, worker)
+                if self._find(session, request.index, request.generation) is not plan:  # it has ended meanwhile
+                    worker.drop_plan(session, request.index, request.generation)
+                return
+        raise InferError(Code.NOT_FOUND, f"worker '{request.worker}' does not serve model '{message.model}'")
+
+    async def _bind(self, plan: _Plan, worker: PlanWorker) -> None:
+        plan.workers[worker.key] = worker  # before it is asked: what ends the plan meanwhile must end it there, too
+        await self._registry.map_at(worker, plan.regions)
+        await worker.bind_plan(plan.message)
 
     def release(self, session: int, index: int, generation: int) -> None:
         """Forget a plan. Raises NOT_FOUND for one that this session does not have."""
         plan = self._find(session, index, generation)
         if plan is None:
-            raise InferError(Code.NOT_FOUND, f"no plan {index} of generation {generation} in this session")
+            raise _no_plan(index, generation)
         self._drop(session, plan)
 
     def end(self, session: int) -> None:
@@ -197,4 +230,22 @@ class Plans:
         table = self._tables[session]
         del table.plans[plan.message.index]
         table.free.append(plan.message.index)
-        plan.worker.drop_plan(session, plan.message.index, plan.message.generation)
+        for worker in plan.workers.values():
+            worker.drop_plan(session, plan.message.index, plan.message.generation)
+
+
+def _wanted(serving: Sequence[PlanWorker], request: Prepare) -> Sequence[PlanWorker]:
+    """The worker that `request` names, or all that serve its model."""
+    if not request.worker:
+        return serving
+    named = [worker for worker in serving if worker.key == request.worker]
+    if not named:
+        keys = ", ".join(f"'{worker.key}'" for worker in serving)
+        raise InferError(
+            Code.INVALID_ARG, f"model '{request.model}' is served by worker {keys}, not '{request.worker}'"
+        )
+    return named
+
+
+def _no_plan(index: int, generation: int) -> InferError:
+    return InferError(Code.NOT_FOUND, f"no plan {index} of generation {generation} in this session")

@@ -34,7 +34,6 @@ from shm.errors import Code, InferError
 from shm.sockets import close_all
 
 log = logging.getLogger(__name__)
-
 CATCH_UP_S = 1.0
 
 
@@ -42,6 +41,7 @@ class RegionWorker(Protocol):
     """What regions need of a worker."""
 
     key: str
+    device: str  # UUID of its GPU, or ""
 
     async def add_region(self, entry: RegionEntry) -> None:
         """Returns when the worker's process has mapped the region."""
@@ -209,7 +209,7 @@ class Registry:
             if not entry.draining:
                 holders = self._mapped.setdefault(entry.generation, [])
                 if entry.cuda is not None:
-                    check_reach(entry.name, entry.cuda, worker.key)
+                    check_reach(entry.name, entry.cuda, worker)
                 if worker not in holders:
                     holders.append(worker)
                 await worker.add_region(entry)

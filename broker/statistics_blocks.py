@@ -29,6 +29,7 @@ from shm.statistics import (
     FAIL,
     FAIL_NS,
     HIT_LATENCY,
+    IN_FLIGHT,
     INFER_NS,
     INFERENCES,
     INPUT_NS,
@@ -91,6 +92,10 @@ class StatisticsBlocks:
     def of_worker(self, key: str) -> memoryview:
         """The words of a worker's own block."""
         return self.page.block(self.take((key, 0), 1)[0])
+
+    def load(self, key: str) -> int:
+        """How many requests a worker has that wait or run."""
+        return self.of_worker(key)[IN_FLIGHT]
 
     def give_back(self, owner: Owner) -> list[int]:
         """Forget an owner and its counters. Returns the blocks that are free now."""

@@ -6,6 +6,7 @@ Made by `broker.models`, which sees to it that one model is changed by one task 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -15,6 +16,7 @@ from broker.catalogue import LOADING, READY, UNAVAILABLE, UNLOADED, UNLOADING, C
 from broker.logical_worker import Worker
 from broker.overrides import Overrides
 from broker.repository.config import ModelConfig
+from broker.repository.placement import placed
 from broker.workers import Workers
 from shm.errors import InferError
 
@@ -61,7 +63,7 @@ class VersionLife:
 
     async def unload(self, model: str, versions: dict[int, Version], reason: str = UNLOADED) -> dict[int, str]:
         """Returns when new requests for `versions` end; those accepted are finished meanwhile. Says what failed."""
-        serving = {number: found for number, found in versions.items() if found.generation and found.worker is not None}
+        serving = {number: found for number, found in versions.items() if found.generation}
         files = {found.files for found in serving.values()}
         problems = await asyncio.gather(*(self._unload(model, *each, reason) for each in serving.items()))
         for path in files:
@@ -77,7 +79,7 @@ class VersionLife:
         _log.info("loading: %s:%d", config.name, number)
         generation, began = next(self._generations), time.monotonic()
         try:
-            worker = await self._on_a_worker(config, number, generation)
+            workers = await self._on_workers(config, number, generation, version)
         except InferError as error:
             _log.error("failed to load '%s' version %d: %s", config.name, number, error.message)
             if not serving:
@@ -87,40 +89,82 @@ class VersionLife:
             if not serving:
                 version.state, version.reason = UNAVAILABLE, UNLOADED
             raise
-        previous, version.worker, old_files, version.files = version.worker, worker, version.files, files
+        previous, version.workers, old_files, version.files = version.workers, workers, version.files, files
         version.config, version.generation, version.state, version.reason = config, generation, READY, ""
         version.load_s = time.monotonic() - began
-        if previous is not None and previous is not worker:
-            await previous.unload(config.name, number)
+        left = [worker.unload(config.name, number) for worker in previous if worker not in workers]
+        for problem in await asyncio.gather(*left, return_exceptions=True):
+            if isinstance(problem, BaseException):
+                _log.error("model '%s' version %d has moved; where it was: %s", config.name, number, problem)
         if old_files != files:
             await self.tidy(self._catalogue.known[config.name].versions, old_files)
         _log.info("successfully loaded '%s' version %d", config.name, number)
         return ""
 
-    async def _on_a_worker(self, config: ModelConfig, number: int, generation: int) -> Worker:
-        async with self._may_load:
-            for left in range(self._retries, -1, -1):
-                try:
-                    worker = self._workers.start(f"cpu/{config.worker_group}")
-                    await worker.load(config, number, generation, self._blocks(config, number, worker.key))
-                except InferError as error:
-                    if not left:
-                        raise
-                    _log.warning("loading '%s' version %d failed, once more: %s", config.name, number, error.message)
-                else:
-                    return worker
+    async def _on_workers(
+        self, config: ModelConfig, number: int, generation: int, version: Version
+    ) -> tuple[Worker, ...]:
+        """On all workers that it has instances on, or on none: where one fails, the others go back."""
+        first, *others = placed(config).items()
+        done: list[Worker] = []
+        try:
+            async with self._may_load:
+                # What is wrong with a model's files shows on the first; only what is a worker's own is left to others.
+                for each in ([first], others):
+                    loads = (self._on_a_worker(key, part, number, generation) for key, part in each)
+                    results = await asyncio.gather(*loads, return_exceptions=True)
+                    done += [result for result in results if isinstance(result, Worker)]
+                    for result in results:
+                        if isinstance(result, BaseException):
+                            raise result
+        except BaseException:
+            if done:
+                await self._go_back(config.name, number, version, done)
+            raise
+        return tuple(done)
+
+    async def _on_a_worker(self, key: str, config: ModelConfig, number: int, generation: int) -> Worker:
+        for left in range(self._retries, -1, -1):
+            try:
+                worker = self._workers.start(key)
+                await worker.load(config, number, generation, self._blocks(config, number, key))
+            except InferError as error:
+                if not left:
+                    raise
+                _log.warning("loading '%s' version %d failed, once more: %s", config.name, number, error.message)
+            else:
+                return worker
         raise AssertionError("there is a last try")
+
+    async def _go_back(self, model: str, number: int, version: Version, workers: list[Worker]) -> None:
+        """These have loaded what another worker could not: they serve again what served before, or nothing."""
+        before = placed(version.config) if version.generation and version.config is not None else {}
+        for worker in workers:
+            try:
+                if worker in version.workers and (part := before.get(worker.key)) is not None:
+                    await self._on_a_worker(worker.key, part, number, next(self._generations))
+                else:
+                    await worker.unload(model, number)
+                continue
+            except InferError as error:
+                _log.error("model '%s' version %d on '%s': %s", model, number, worker.key, error.message)
+            version.workers = tuple(each for each in version.workers if each is not worker)
+            with contextlib.suppress(InferError):
+                await worker.unload(model, number)
+        if version.generation and not version.workers:
+            version.state, version.reason, version.generation = UNAVAILABLE, UNLOADED, 0
 
     async def _unload(self, model: str, number: int, version: Version, reason: str) -> str:
         """One version. Returns why it failed, "" if it did not."""
-        assert version.worker is not None
         version.state, version.reason, version.generation = UNLOADING, "", 0
         problem = ""
-        try:
-            await version.worker.unload(model, number)
-        except InferError as error:
-            _log.error("failed to unload '%s' version %d: %s", model, number, error.message)
-            problem = error.message
+        unloads = (worker.unload(model, number) for worker in version.workers)
+        for error in await asyncio.gather(*unloads, return_exceptions=True):
+            if isinstance(error, InferError):
+                _log.error("failed to unload '%s' version %d: %s", model, number, error.message)
+                problem = error.message
+            elif error is not None:
+                raise error
         if self._workers.blocks.busy(model, number):
             task = asyncio.create_task(self._drained(model, number, version, reason), name=f"{model}:{number} drains")
             self._draining.add(task)

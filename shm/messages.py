@@ -12,7 +12,7 @@ Client → broker (reply):
     RegisterCuda (+ 1 fd for VMM memory) → RegionInfo
     ShareRegion → Token      OpenRegion → RegionInfo + 1 fd
     Unregister → Done        ListRegions → Regions
-    Prepare → Prepared       Release → Done
+    Prepare → Prepared       PrepareAt → Done         Release → Done
     OpenChannel → ChannelInfo + 3 fds (channel memfd, eventfd to ring the worker, read end of the worker's pipe)
     CloseChannel → Done
     GetStatistics → Statistics   GetStatus → Status
@@ -156,6 +156,14 @@ class PrepareStep(Message, frozen=True, kw_only=True, tag=True):
     retry: bool = True
 
 
+class PrepareAt(Message, frozen=True, kw_only=True, tag=True):
+    """Bind plan `index` to one more of `Prepared.workers`: its requests may go there, too, under the same name."""
+
+    index: Id
+    generation: Id
+    worker: Name
+
+
 class Release(Message, frozen=True, kw_only=True, tag=True):
     """Forget plan `index`. Its requests in flight end as usual."""
 
@@ -260,13 +268,17 @@ class Regions(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Prepared(Message, frozen=True, kw_only=True, tag=True):
-    """The plan is bound at `worker`, which acknowledged it. Submissions name (index, generation)."""
+    """The plan is bound at `worker`, which acknowledged it. Submissions name (index, generation).
+
+    `workers`: where it may be bound by `PrepareAt`, `worker` included; empty if there are no others.
+    """
 
     index: int
     generation: int
     worker: str
     model_version: str
     rows: int  # size of the batch dimension of one position; 0 for models without one
+    workers: tuple[str, ...] = ()
 
 
 class ChannelInfo(Message, frozen=True, kw_only=True, tag=True):
@@ -300,6 +312,7 @@ Request = (
     | ListRegions
     | Prepare
     | PrepareStep
+    | PrepareAt
     | Release
     | OpenChannel
     | CloseChannel

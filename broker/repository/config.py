@@ -99,7 +99,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     `max_batch_size_completed`: nobody wrote `max_batch_size`, auto-completion chose it.
     `origins`: only when asked for. Field path ("input[x].dims") → "file", "model", "default" or "override".
     `explanation`: only when asked for. The configuration as config.pbtxt text, the origin beside every line.
-    `remote`: of an ensemble, by the number of the step; the broker fills it in (`broker.ensemble_members`).
+    `remote`, `worker`: of an ensemble, by the number of the step, and the key of its own worker; the broker fills them
+    in (`broker.ensemble_members`).
     """
 
     name: str
@@ -130,11 +131,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     origins: dict[str, str] = {}
     explanation: str = ""
     remote: dict[int, RemoteMember] = {}
+    worker: str = ""
 
     @property
-    def worker_group(self) -> str:
-        """The worker process kind that serves this model (design: one per device and group)."""
-        return self.parameters.get("worker_group") or ("default" if self.backend in SHARED else self.backend)
+    def worker_groups(self) -> tuple[str, ...]:
+        """Which models its instances share a worker process with, per device: one name per instance group, the last
+        one for all that follow.
+        """
+        own = "default" if self.backend in SHARED else self.backend
+        return tuple((self.parameters.get("worker_group") or own).split(","))
 
     @property
     def retryable(self) -> bool:

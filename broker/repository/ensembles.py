@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple, final
 
 from broker.repository.config import ModelConfig, TensorConfig
+from broker.repository.placement import placed
 from broker.repository.scheduling import Ensemble, Step
 from shm.errors import Code, InferError
 
@@ -221,29 +222,30 @@ def _check_responses(config: ModelConfig, ensemble: Ensemble, configs: Mapping[s
     behind((tensor.name for tensor in config.output), "the outputs come")
 
 
-def worker_group(config: ModelConfig, configs: Mapping[str, ModelConfig]) -> str:
-    """The worker group of a model. An ensemble's is that of most of its members; of several, the first member's.
+def workers_of(config: ModelConfig, configs: Mapping[str, ModelConfig]) -> tuple[str, ...]:
+    """The keys of a model's workers. An ensemble has one, that of most of its members; of several, the first member's.
 
     `configs`: at least those of an ensemble's members, which are no circle.
     """
-    if config.ensemble is None:
-        return config.worker_group
-    groups = [worker_group(configs[name], configs) for name in members(config.ensemble) if name in configs]
-    return max(groups, key=groups.count, default=config.worker_group)
+    if config.ensemble is None or config.worker:
+        return tuple(placed(config))
+    found = [key for name in members(config.ensemble) if name in configs for key in workers_of(configs[name], configs)]
+    return (max(found, key=found.count),) if found else tuple(placed(config))
 
 
 def _check_workers(config: ModelConfig, configs: Mapping[str, ModelConfig]) -> None:
     """A flow of responses stays in one worker process."""
     if not is_decoupled(config, configs):
         return
-    group = worker_group(config, configs)
+    (own,) = workers_of(config, configs)
     for name in members(config.ensemble) if config.ensemble is not None else ():
-        other = worker_group(configs[name], configs)
-        if other != group:
+        others = workers_of(configs[name], configs)
+        if own not in others:
             raise InferError(
                 Code.UNSUPPORTED,
-                f"ensemble '{config.name}' is decoupled, so all its members must be in one worker group; most are in "
-                f"'{group}', and '{name}' is in '{other}': give them the same parameter `worker_group`",
+                f"ensemble '{config.name}' is decoupled, so all its members must be in one worker; most are in "
+                f"'{own}', and '{name}' is in '{others[0]}': give them instances on the same device and the same "
+                "parameter `worker_group`",
             )
 
 

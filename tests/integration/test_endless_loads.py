@@ -91,7 +91,7 @@ async def test_an_unload_ends_the_load_and_what_it_made_serves_nobody(repository
         )
         states = {row.name: (row.state, row.reason) for row in served.all()}
         assert states == {"add1": ("READY", ""), "slow": ("UNAVAILABLE", "unloaded")}
-        worker = served.worker_for("add1")
+        worker = served.workers_for("add1")[0]
         pid = worker.pid
         (repository / "../endless").unlink()
         await until(lambda: not worker._state._ending)
@@ -108,7 +108,7 @@ async def test_a_load_that_goes_on_after_its_unload_ends_with_its_process(
     async with serving(repository, "add1") as served:
         loading = asyncio.create_task(served.load("slow"))
         await until(lambda: began(repository))
-        worker = served.worker_for("add1")
+        worker = served.workers_for("add1")[0]
         pid = worker.pid
         await served.unload("slow")
         await refusal(loading)
@@ -136,7 +136,7 @@ async def test_a_reload_that_was_ended_leaves_what_serves(repository: Path, monk
         await until(lambda: served.known["slow"].versions[1].generation > generation)
         polled.cancel()
         await asyncio.wait((polled,))
-        worker = served.worker_for("slow")
+        worker = served.workers_for("slow")[0]
         await until(lambda: not worker._state._ending)
         assert worker.restarts == 0
 

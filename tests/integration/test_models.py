@@ -67,7 +67,7 @@ async def test_what_is_loaded_at_start_is_described(tmp_path: Path) -> None:
         assert add.workers == ("cpu/default",)
         assert (add.inputs[0].shape, add.inputs[0].symbols) == ((-1, -1), ("*batch", "n"))
         assert add.outputs[0].symbols == ("*batch", "n")
-        assert models.worker_for("add1", "1").key == "cpu/default"
+        assert models.workers_for("add1", "1")[0].key == "cpu/default"
         assert models.config("add1")[1] == 1
         states = {row.name: row.state for row in models.all()}
         assert states == {"add1": "READY", "broken": "UNAVAILABLE", "tpu": "UNAVAILABLE"}
@@ -111,10 +111,10 @@ async def test_a_model_that_moves_to_another_worker_is_watched_there(tmp_path: P
     write_model(tmp_path, "m", add1(), config=group % "first" + limit % "1")
     async with serving(tmp_path) as models:
         await models.load("m")
-        first = models.worker_for("m", "1")
+        first = models.workers_for("m", "1")[0]
         write_model(tmp_path, "m", add1(), config=group % "second" + limit % "60")
         await models.load("m")
-        second = models.worker_for("m", "1")
+        second = models.workers_for("m", "1")[0]
         assert (first.key, second.key) == ("cpu/first", "cpu/second")
         assert set(first.instances).isdisjoint(second.instances)
         assert list(second.instances.values()) == [60.0]
@@ -186,7 +186,7 @@ async def test_a_model_the_worker_cannot_load_says_why(tmp_path: Path) -> None:
 async def test_a_worker_that_is_replaced_shows_and_serves_again(tmp_path: Path) -> None:
     write_model(tmp_path, "m", add1())
     async with serving(tmp_path, "*") as models:
-        worker = models.worker_for("m")
+        worker = models.workers_for("m")[0]
         assert worker.pid is not None
         os.kill(worker.pid, signal.SIGKILL)
         await until(lambda: models.all()[0].state == "LOADING")

@@ -29,6 +29,7 @@ class CudaWorker:
 
     def __init__(self, key: str = f"{GPU}/default") -> None:
         self.key = key
+        self.device = key.partition("/")[0].removeprefix("cpu")
         self.added: list[Any] = []
         self.retired: list[tuple[int, int]] = []
         self.last: asyncio.Future[None] | None = None

@@ -25,7 +25,7 @@ def test_a_batchable_file_without_a_text(tmp_path):
     assert (y.name, y.datatype, y.dims, y.symbols, y.file_rank) == ("y", "FP32", (-1,), ("n",), 2)
     assert [(group.name, group.kind, group.count) for group in config.instance_group] == [("m", "KIND_CPU", 1)]
     assert config.notes == ("max_batch_size is not set and the model can batch: 4 is used",)
-    assert config.worker_group == "default"
+    assert config.worker_groups == ("default",)
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_a_backend_of_the_model_itself(tmp_path):
     models.write_model(tmp_path, "m", config=text)
     (tmp_path / "m" / "backend.py").write_text("def load(context): ...\n")
     config = run(tmp_path)
-    assert (config.backend, config.worker_group, config.platform) == ("mine", "mine", "")
+    assert (config.backend, config.worker_groups, config.platform) == ("mine", ("mine",), "")
     assert (config.input[0].datatype, config.input[0].symbols, config.input[0].zero_copy) == ("BYTES", ("?x:0",), False)
     assert config.output[0].symbols == ("?y:0", "")
 

@@ -30,7 +30,7 @@ ECHO = ModelMetadata(
 class Recorder:
     """A worker at the seam: records what it is told, refuses when told to."""
 
-    key = "cpu/default"
+    key, device, state = "cpu/default", "", "ready"
 
     def __init__(self):
         self.log = []
@@ -87,8 +87,8 @@ class OneModel:
         )
         return config, 3
 
-    def worker_for(self, model, version):
-        return self.worker
+    def workers_for(self, model, version):
+        return [self.worker]
 
 
 @pytest.fixture

@@ -18,14 +18,17 @@ from broker.repository.loader.convert_scheduling import DROP_OLDEST
 from broker.repository.loader.failure import ModelError
 from broker.repository.loader.grants import PARAMETER as ZERO_COPY_INPUTS
 
-_WORKER_GROUP = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}"
+_WORKER_GROUP = re.compile(f"{_NAME}(,{_NAME})*")
 _SHORTEST = 6  # letters of a name that is taken for the beginning of ours
 
 
 def _worker_group(text: str) -> str:
     if not text or _WORKER_GROUP.fullmatch(text):
         return ""
-    return f"parameter worker_group {text!r} must have 1 to 64 letters, digits, _ . -"
+    return f"parameter worker_group {text!r} must have 1 to 64 letters, digits, _ . -" + (
+        " in every name (one per instance_group)" if "," in text else ""
+    )
 
 
 def _retry(text: str) -> str:
