@@ -42,7 +42,8 @@ HEAVY = {
     "aiohttp": ("broker.gateway", "clientlib.remote"),
     "prometheus_client": ("broker.gateway",),
     "cuda": ("shm.cuda.driver",),
-    "tensorrt": (),
+    "tensorrt": ("broker.worker.backends",),
+    "tensorrt_lean": ("broker.worker.backends",),
     "torch": (),
     "multiprocessing": (),
 }

@@ -201,6 +201,21 @@ def _primary(ordinal: int) -> Any:
     return found
 
 
+_thread = threading.local()
+
+
+def make_current(ordinal: int) -> None:
+    """Make a GPU's primary context current for this thread and leave it so: for threads of a worker, which run nothing
+    else. Costs nothing where it is.
+    """
+    known = getattr(_thread, "ordinal", None)
+    if known != ordinal:
+        if known is not None:
+            call("cuCtxPopCurrent")
+        call("cuCtxPushCurrent", _primary(ordinal))
+        _thread.ordinal = ordinal
+
+
 @final
 class Context:
     """`with Context(ordinal):` makes a GPU's primary context current for this thread, and puts back what was.

@@ -24,6 +24,8 @@ from shm.errors import Code, InferError
 from shm.parameters import Parameter
 
 if TYPE_CHECKING:
+    from broker.worker.cuda.staging import Scratch
+    from broker.worker.cuda.streams import Lane
     from broker.worker.stream import Stream
 
 
@@ -38,19 +40,29 @@ class Context(NamedTuple):
     directory: str  # of the version
     group: InstanceGroup
     name: str  # of the instance: "<group>_<n>"
+    device: str = ""  # UUID of the GPU that this worker runs on; "": the CPU
+
+
+class OnGpu(NamedTuple):
+    """[pointer, pointer + size) on the worker's GPU: an address for the driver and for runtimes, never for the host."""
+
+    pointer: int
+    size: int
 
 
 class Operand(NamedTuple):
     """A tensor in memory that the caller keeps alive. `datatype` is KServe's name.
 
     `memory` is the bytes as a 1-D uint8 array. For an output, `None` means: the runtime allocates it, because its
-    shape is not known before the run.
+    shape is not known before the run. `gpu`: the bytes lie there instead, and `memory` is None; only models that are
+    `GpuModel`s get such operands.
     """
 
     name: str
     datatype: str
     shape: tuple[int, ...]
     memory: npt.NDArray[np.uint8] | None
+    gpu: OnGpu | None = None
 
 
 class Binding(Protocol):
@@ -84,6 +96,25 @@ class ReadsParameters(Protocol):
 
     def bind(self, inputs: list[Operand], outputs: list[Operand], parameters: Mapping[str, Parameter]) -> Binding:
         """As `RuntimeModel.bind`. `parameters`: {} for a request without any."""
+
+
+class GpuBinding(Binding, Protocol):
+    """A binding of a model on a GPU. When `run` returns the GPU has done all of it, copies included."""
+
+    copied: Mapping[str, int]  # bytes that every run copies, by reason (`shm.statistics.REASONS`)
+
+    def places(self) -> list[tuple[OnGpu, tuple[int, ...]]]:
+        """As `results`, but where they lie on the GPU, and their shapes: valid until the next `run` of the instance."""
+
+
+class GpuModel(RuntimeModel, Protocol):
+    """An instance on a GPU: known by its `lane`. Its operands may lie on the GPU or on the host, each of its own."""
+
+    lane: Lane
+    scratch: Scratch
+
+    def bind(self, inputs: list[Operand], outputs: list[Operand]) -> GpuBinding:
+        """As of any model."""
 
 
 class DecoupledModel(RuntimeModel, Protocol):
@@ -167,7 +198,7 @@ def _from_file(path: str) -> Backend:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise InferError(Code.INTERNAL, f"{path} raised {type(error).__name__}: {error}") from None
+        raise InferError(Code.INTERNAL, f"{path} raised {type(error).__name__}: {error}") from error
     if not callable(getattr(module, "load", None)):
         raise InferError(Code.INVALID_ARG, f"{path} has no function 'load'")
     found: Backend = module

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,9 @@ import numpy.typing as npt
 from broker.worker.backends import Context, Operand
 from shm import datatypes
 from shm.errors import Code, InferError
+
+COUNTED = ("sequence", "dyna_sequence")  # backends that are told how many elements each request of a batch has
+COUNTS = ":elements"  # behind the name of a ragged input: the input that says so
 
 
 def number(context: Context, parameter: str) -> float:
@@ -73,6 +76,22 @@ def array_of(operand: Operand) -> npt.NDArray[Any]:
         count = datatypes.element_count(operand.shape)
         return datatypes.decode_bytes(operand.memory, count, f"inference input '{operand.name}'").reshape(operand.shape)
     return operand.memory.view(datatypes.numpy_dtype(operand.datatype)).reshape(operand.shape)
+
+
+def rows_of(inputs: Mapping[str, Operand], rows: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+    """INPUT of a batch, and how many elements each of its rows has: told where it is ragged, else the same of all."""
+    values = array_of(inputs["INPUT"])
+    counts = inputs.get("INPUT" + COUNTS)
+    if counts is not None:
+        return values, array_of(counts).astype(np.int64)
+    return values, np.full(rows, values.size // max(rows, 1), np.int64)
+
+
+def sums_of(values: npt.NDArray[Any], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The sum of each row."""
+    total = np.concatenate(([0], np.cumsum(values.reshape(-1), dtype=np.int64)))
+    ends = np.cumsum(counts)
+    return total[ends] - total[ends - counts]
 
 
 def store(outputs: list[Operand], values: dict[str, npt.NDArray[Any]]) -> list[npt.NDArray[np.generic]]:

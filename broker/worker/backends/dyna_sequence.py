@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.worker.backends import Binding, Context, Operand
-from broker.worker.backends.builtin import array_of, cpu_only, needs, number, store
+from broker.worker.backends.builtin import array_of, cpu_only, needs, number, rows_of, store, sums_of
 from shm.errors import Code, InferError
 
 
@@ -63,15 +63,15 @@ class _Step:
         time.sleep(self._model.delay)
         flags = [array_of(self._inputs[name]).reshape(-1) != 0 for name in ("READY", "START", "END")]
         identities = [_number(item) for item in array_of(self._inputs["CORRID"]).reshape(-1)]
-        values: npt.NDArray[Any] = array_of(self._inputs["INPUT"])
-        totals = values.reshape(len(identities), -1).sum(axis=1, dtype=np.int64)
+        values, counts = rows_of(self._inputs, len(identities))
+        totals = sums_of(values, counts)
         sums = np.zeros(len(identities), np.int64)
         for row, (ready, start, end) in enumerate(zip(*flags, strict=True)):
             if ready:
                 total = self._model.step(bool(start), bool(end), identities[row], int(totals[row]))
                 sums[row] = (total + (1 << 31)) % (1 << 32) - (1 << 31)
         result = np.empty(values.shape, np.int32)
-        result.reshape(len(identities), -1)[:] = sums[:, None]
+        result.reshape(-1)[:] = np.repeat(sums, counts)
         self._results = store(self._outputs, {"OUTPUT": result})
 
     def results(self) -> list[npt.NDArray[np.generic]]:

@@ -1,6 +1,7 @@
 """Built-in backend `sequence`: adds up INPUT per batch slot; OUTPUT is the sum so far. For tests of sequence batching.
 
-INPUT and OUTPUT are INT32 vectors, controls START and READY. Parameter `execute_delay_ms`. CPU only.
+INPUT and OUTPUT are INT32 vectors, which may be ragged; controls START and READY. Parameter `execute_delay_ms`. CPU
+only.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.worker.backends import Binding, Context, Operand
-from broker.worker.backends.builtin import array_of, cpu_only, needs, number, store
+from broker.worker.backends.builtin import array_of, cpu_only, needs, number, rows_of, store, sums_of
 
 
 def load(context: Context) -> Accumulator:
@@ -51,12 +52,12 @@ class _Step:
     def run(self) -> None:
         time.sleep(self._model.delay)
         start, ready = (array_of(self._inputs[name]).reshape(-1) != 0 for name in ("START", "READY"))
-        values: npt.NDArray[Any] = array_of(self._inputs["INPUT"])
-        totals = values.reshape(start.size, -1).sum(axis=1, dtype=np.int32)
+        values, counts = rows_of(self._inputs, start.size)
+        totals = sums_of(values, counts).astype(np.int32)
         sums = self._model.sums[: start.size]
         np.copyto(sums, np.where(start, totals, sums + totals), where=ready)
         result = np.empty(values.shape, np.int32)
-        result.reshape(start.size, -1)[:] = np.where(ready, sums, 0)[:, None]
+        result.reshape(-1)[:] = np.repeat(np.where(ready, sums, 0), counts)
         self._results = store(self._outputs, {"OUTPUT": result})
 
     def results(self) -> list[npt.NDArray[np.generic]]:
