@@ -1,4 +1,4 @@
-/* Initialisation, devices, contexts, names of errors. */
+/* Initialisation, devices, contexts; counters of calls and injected faults. */
 #include "cusim.h"
 
 struct settings settings;
@@ -17,60 +17,49 @@ static long number(const char *name, long otherwise) {
 }
 
 /* --- counters and faults --- */
-struct counter {
+#define COUNTERS 128
+static struct counter {
     char name[56];
     _Atomic uint64_t calls;
-};
-#define COUNTERS 256
-static struct counter *counters; /* a file of its own per process, so that a test sees who called */
+} own_counters[COUNTERS], *counters; /* or those of a file per process, so that a test sees who called */
 
 static void open_counters(void) {
-    static struct counter private_ones[COUNTERS];
-    counters = private_ones;
-    const char *directory = getenv("CUSIM_COUNTS");
-    if (!directory) return;
+    counters = own_counters;
+    if (!getenv("CUSIM_COUNTS")) return;
     char path[512];
-    snprintf(path, sizeof path, "%s/%d", directory, getpid());
+    snprintf(path, sizeof path, "%s/%d", getenv("CUSIM_COUNTS"), getpid());
     int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
-    if (fd < 0) return;
-    if (!ftruncate(fd, sizeof private_ones)) {
-        void *shared = mmap(NULL, sizeof private_ones, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-        if (shared != MAP_FAILED) counters = shared;
-    }
+    if (fd < 0 || ftruncate(fd, sizeof own_counters)) return;
+    void *shared = mmap(NULL, sizeof own_counters, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (shared != MAP_FAILED) counters = shared;
     close(fd);
 }
 
 static _Atomic uint64_t *counter_of(const char *function) {
-    size_t length = strlen(function);
-    const char *version = strstr(function, "_v"); /* cuMemAlloc_v2 is what users call cuMemAlloc */
-    if (version) length = version - function;
     static pthread_mutex_t naming = PTHREAD_MUTEX_INITIALIZER;
-    pthread_mutex_lock(&naming);
+    HOLD(&naming);
     if (!counters) open_counters();
+    const char *version = strstr(function, "_v"); /* cuMemAlloc_v2 is what users call cuMemAlloc */
+    size_t length = version ? (size_t)(version - function) : strlen(function);
     struct counter *found = counters;
-    while (found < counters + COUNTERS - 1 && found->name[0]) {
-        if (strlen(found->name) == length && !strncmp(found->name, function, length)) break;
-        found++;
-    }
+    while (found->name[0] && (strlen(found->name) != length || strncmp(found->name, function, length))) found++;
     memcpy(found->name, function, length);
-    pthread_mutex_unlock(&naming);
     return &found->calls;
 }
 
 static CUresult injected(const char *function, uint64_t calls) {
     const char *rule = getenv("CUSIM_FAIL");
     size_t length = rule ? strcspn(rule, ":") : 0;
-    if (!length || strncmp(rule, function, length) || (function[length] && function[length] != '_')) return CUDA_SUCCESS;
     int code = 0;
     unsigned long before = 0;
-    sscanf(rule + length, ":%d:%lu", &code, &before);
+    if (length && !strncmp(rule, function, length) && (!function[length] || function[length] == '_'))
+        sscanf(rule + length, ":%d:%lu", &code, &before);
     return calls >= before ? (CUresult)code : CUDA_SUCCESS;
 }
 
 CUresult enter(const char *function, _Atomic uint64_t **counter, enum needs needs) {
     if (!*counter) *counter = counter_of(function);
-    uint64_t calls = atomic_fetch_add(*counter, 1);
-    CUresult failure = injected(function, calls);
+    CUresult failure = injected(function, atomic_fetch_add(*counter, 1));
     if (failure) return failure;
     if (needs >= INITIALISED && !initialised) return CUDA_ERROR_NOT_INITIALIZED;
     if (needs == CONTEXT && !depth) return CUDA_ERROR_INVALID_CONTEXT;
@@ -85,92 +74,52 @@ static void after_fork(void) { /* a driver that was initialised before fork() is
 }
 
 static void see_devices(void) {
-    int count = 0, all = number("CUSIM_DEVICES", 1);
-    const char *visible = getenv("CUDA_VISIBLE_DEVICES");
-    if (!visible) {
-        for (int i = 0; i < all && i < MAX_DEVICES; i++) physical_of[count++] = i;
-    } else {
-        char text[512], *rest = text;
-        snprintf(text, sizeof text, "%s", visible);
-        for (char *word; (word = strsep(&rest, ",")) && count < MAX_DEVICES;) { /* GPU-4355…: our UUIDs end in the number */
-            bool uuid = !strncmp(word, "GPU-", 4) && strlen(word) == 40;
-            int device = uuid ? (int)strtol(word + 38, NULL, 16) : *word ? atoi(word) : -1;
-            if (device < 0 || device >= all) break; /* as CUDA: what follows a wrong one is not seen */
-            physical_of[count++] = device;
-        }
+    int all = number("CUSIM_DEVICES", 1);
+    char text[512] = "0,1,2,3,4,5,6,7", *rest = text;
+    if (getenv("CUDA_VISIBLE_DEVICES")) snprintf(text, sizeof text, "%s", getenv("CUDA_VISIBLE_DEVICES"));
+    for (char *word; (word = strsep(&rest, ",")) && settings.devices < MAX_DEVICES;) {
+        bool uuid = !strncmp(word, "GPU-", 4) && strlen(word) == 40; /* ours end in the device's number */
+        int device = uuid ? (int)strtol(word + 38, NULL, 16) : *word ? atoi(word) : -1;
+        if (device < 0 || device >= all) break; /* as CUDA: what follows a wrong one is not seen */
+        physical_of[settings.devices++] = device;
     }
-    settings.devices = count;
 }
 
 CUresult cuInit(unsigned flags) {
     ENTER(NOTHING);
+    HOLD(&lock);
     if (flags) return CUDA_ERROR_INVALID_VALUE;
     if (forked) return CUDA_ERROR_NOT_INITIALIZED;
-    pthread_mutex_lock(&lock);
-    if (!initialised) {
-        see_devices();
-        settings.memory = (size_t)number("CUSIM_MEM_MB", 256) << 20;
-        settings.delay_us = number("CUSIM_DELAY_US", 0);
-        settings.peer = number("CUSIM_PEER", 1);
-        for (int i = 0; i < settings.devices; i++) primary[i].device = i;
-        if (settings.devices) {
-            make_default_streams();
-            pthread_atfork(NULL, NULL, after_fork);
-            initialised = true;
-        }
-    }
-    pthread_mutex_unlock(&lock);
-    return initialised ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
-}
-
-CUresult cuDriverGetVersion(int *version) {
-    ENTER(NOTHING);
-    *version = number("CUSIM_DRIVER_VERSION", 13000);
+    if (initialised) return CUDA_SUCCESS;
+    size_t memory = (size_t)number("CUSIM_MEM_MB", 256) << 20;
+    settings = (struct settings){0, memory, number("CUSIM_DELAY_US", 0), number("CUSIM_PEER", 1)};
+    see_devices();
+    if (!settings.devices) return CUDA_ERROR_NO_DEVICE;
+    for (int i = 0; i < settings.devices; i++) primary[i].device = i;
+    make_default_streams();
+    pthread_atfork(NULL, NULL, after_fork);
+    initialised = true;
     return CUDA_SUCCESS;
 }
+CUresult cuDriverGetVersion(int *version) ANSWER(NOTHING, *version = number("CUSIM_DRIVER_VERSION", 13000))
 
 /* --- devices --- */
 bool is_device(CUdevice device) { return device >= 0 && device < settings.devices; }
 int current_device(void) { return stack[depth - 1]->device; }
-int ordinal_of(int physical) {
-    for (int i = 0; i < settings.devices; i++)
-        if (physical_of[i] == physical) return i;
-    return -1;
-}
-#define ENTER_DEVICE(device)                                     \
-    ENTER(INITIALISED);                                          \
+#define ENTER_DEVICE(device) \
+    ENTER(INITIALISED);      \
     if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE
+#define ANSWER_OF(device, what) { ENTER_DEVICE(device); what; return CUDA_SUCCESS; }
 
-CUresult cuDeviceGetCount(int *count) {
-    ENTER(INITIALISED);
-    *count = settings.devices;
-    return CUDA_SUCCESS;
-}
-CUresult cuDeviceGet(CUdevice *device, int ordinal) {
-    ENTER_DEVICE(ordinal);
-    *device = ordinal;
-    return CUDA_SUCCESS;
-}
-CUresult cuDeviceGetName(char *name, int length, CUdevice device) {
-    ENTER_DEVICE(device);
-    snprintf(name, length, "SIMULATED GPU %d (cusim)", physical_of[device]);
-    return CUDA_SUCCESS;
-}
-CUresult cuDeviceTotalMem(size_t *bytes, CUdevice device) {
-    ENTER_DEVICE(device);
-    *bytes = settings.memory;
-    return CUDA_SUCCESS;
-}
+CUresult cuDeviceGetCount(int *count) ANSWER(INITIALISED, *count = settings.devices)
+CUresult cuDeviceGet(CUdevice *device, int ordinal) ANSWER_OF(ordinal, *device = ordinal)
+CUresult cuDeviceGetName(char *name, int length, CUdevice device)
+    ANSWER_OF(device, snprintf(name, length, "SIMULATED GPU %d (cusim)", physical_of[device]))
+CUresult cuDeviceTotalMem(size_t *bytes, CUdevice device) ANSWER_OF(device, *bytes = settings.memory)
 CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device) {
     ENTER_DEVICE(device);
-    memset(uuid, 0, sizeof *uuid);
-    memcpy(uuid->bytes, "CUSIM", 5);
+    memcpy(uuid->bytes, "CUSIM\0\0\0\0\0\0\0\0\0\0", 16);
     uuid->bytes[15] = (char)physical_of[device];
-    return CUDA_SUCCESS;
-}
-CUresult cuDeviceGetPCIBusId(char *id, int length, CUdevice device) {
-    ENTER_DEVICE(device);
-    snprintf(id, length, "0000:%02x:00.0", physical_of[device] + 1);
     return CUDA_SUCCESS;
 }
 CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer) {
@@ -183,14 +132,13 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
     ENTER_DEVICE(device);
     switch ((int)attribute) {
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *value = 9; break;
-    case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: *value = 1; break;
     case CU_DEVICE_ATTRIBUTE_INTEGRATED: *value = number("CUSIM_INTEGRATED", 0); break;
     case CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING:
     case CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED:
     case CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED:
     case CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED:
     case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED: *value = 1; break;
-    default: *value = 0; /* no integrated memory, no cooperative launch, no MIG … */
+    default: *value = 0; /* nothing else is there */
     }
     return CUDA_SUCCESS;
 }
@@ -198,19 +146,10 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
 /* --- contexts: primary ones only --- */
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
     ENTER_DEVICE(device);
-    pthread_mutex_lock(&lock);
+    HOLD(&lock);
     primary[device].retained++;
-    pthread_mutex_unlock(&lock);
     *context = &primary[device];
     return CUDA_SUCCESS;
-}
-CUresult cuDevicePrimaryCtxRelease(CUdevice device) {
-    ENTER_DEVICE(device);
-    pthread_mutex_lock(&lock);
-    bool held = primary[device].retained > 0;
-    if (held) primary[device].retained--;
-    pthread_mutex_unlock(&lock);
-    return held ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
 }
 CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active) {
     ENTER_DEVICE(device);
@@ -218,17 +157,7 @@ CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *activ
     *active = primary[device].retained > 0;
     return CUDA_SUCCESS;
 }
-CUresult cuCtxGetCurrent(CUcontext *context) {
-    ENTER(INITIALISED);
-    *context = depth ? stack[depth - 1] : NULL;
-    return CUDA_SUCCESS;
-}
-CUresult cuCtxSetCurrent(CUcontext context) {
-    ENTER(INITIALISED);
-    if (depth) depth--;
-    if (context) stack[depth++] = context;
-    return CUDA_SUCCESS;
-}
+CUresult cuCtxGetCurrent(CUcontext *context) ANSWER(INITIALISED, *context = depth ? stack[depth - 1] : NULL)
 CUresult cuCtxPushCurrent(CUcontext context) {
     ENTER(INITIALISED);
     if (!context || depth == sizeof stack / sizeof *stack) return CUDA_ERROR_INVALID_VALUE;
@@ -240,22 +169,5 @@ CUresult cuCtxPopCurrent(CUcontext *context) {
     if (!depth) return CUDA_ERROR_INVALID_CONTEXT;
     depth--;
     if (context) *context = stack[depth];
-    return CUDA_SUCCESS;
-}
-CUresult cuCtxGetDevice(CUdevice *device) {
-    ENTER(CONTEXT);
-    *device = current_device();
-    return CUDA_SUCCESS;
-}
-CUresult cuCtxSynchronize(void) {
-    ENTER(CONTEXT);
-    drain_device(current_device());
-    return (CUresult)sticky;
-}
-
-CUresult cuGetErrorName(CUresult error, const char **name) {
-    static __thread char text[48];
-    snprintf(text, sizeof text, "CUSIM_ERROR_%d", (int)error); /* bindings know the names: nobody needs them from here */
-    *name = text;
     return CUDA_SUCCESS;
 }

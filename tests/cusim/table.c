@@ -2,43 +2,31 @@
  * "not found", never a stub that succeeds. `cuda.h` turns such a name into the newest version of the function. */
 #include "cusim.h"
 
-#define FUNCTION(name) {#name, (void *)name}
+#define F(name) {#name, (void *)name}
 static const struct {
     const char *name;
     void *function;
 } table[] = {
-    FUNCTION(cuInit), FUNCTION(cuDriverGetVersion), FUNCTION(cuGetErrorName),
-    FUNCTION(cuDeviceGetCount), FUNCTION(cuDeviceGet), FUNCTION(cuDeviceGetName), FUNCTION(cuDeviceTotalMem),
-    FUNCTION(cuDeviceGetUuid), FUNCTION(cuDeviceGetPCIBusId), FUNCTION(cuDeviceCanAccessPeer),
-    FUNCTION(cuDeviceGetAttribute), FUNCTION(cuDevicePrimaryCtxRetain), FUNCTION(cuDevicePrimaryCtxRelease),
-    FUNCTION(cuDevicePrimaryCtxGetState), FUNCTION(cuCtxGetCurrent), FUNCTION(cuCtxSetCurrent),
-    FUNCTION(cuCtxPushCurrent), FUNCTION(cuCtxPopCurrent), FUNCTION(cuCtxGetDevice), FUNCTION(cuCtxSynchronize),
-    FUNCTION(cuMemAlloc), FUNCTION(cuMemFree), FUNCTION(cuMemAllocAsync), FUNCTION(cuMemFreeAsync),
-    FUNCTION(cuMemGetInfo), FUNCTION(cuMemGetAddressRange), FUNCTION(cuPointerGetAttribute),
-    FUNCTION(cuMemHostRegister), FUNCTION(cuMemHostUnregister),
-    FUNCTION(cuMemcpy), FUNCTION(cuMemcpyAsync), FUNCTION(cuMemcpyHtoD), FUNCTION(cuMemcpyHtoDAsync),
-    FUNCTION(cuMemcpyDtoH), FUNCTION(cuMemcpyDtoHAsync), FUNCTION(cuMemcpyDtoD), FUNCTION(cuMemcpyDtoDAsync),
-    FUNCTION(cuMemsetD8), FUNCTION(cuMemsetD8Async), FUNCTION(cuMemsetD32Async),
-    FUNCTION(cuIpcGetMemHandle), FUNCTION(cuIpcOpenMemHandle), FUNCTION(cuIpcCloseMemHandle),
-    FUNCTION(cuIpcGetEventHandle), FUNCTION(cuIpcOpenEventHandle),
-    FUNCTION(cuMemGetAllocationGranularity), FUNCTION(cuMemCreate), FUNCTION(cuMemRelease),
-    FUNCTION(cuMemExportToShareableHandle), FUNCTION(cuMemImportFromShareableHandle),
-    FUNCTION(cuMemGetAllocationPropertiesFromHandle), FUNCTION(cuMemRetainAllocationHandle),
-    FUNCTION(cuMemAddressReserve), FUNCTION(cuMemAddressFree), FUNCTION(cuMemMap), FUNCTION(cuMemUnmap),
-    FUNCTION(cuMemSetAccess),
-    FUNCTION(cuStreamCreate), FUNCTION(cuStreamDestroy), FUNCTION(cuStreamSynchronize), FUNCTION(cuStreamQuery),
-    FUNCTION(cuStreamWaitEvent), FUNCTION(cuLaunchHostFunc),
-    FUNCTION(cuEventCreate), FUNCTION(cuEventDestroy), FUNCTION(cuEventRecord), FUNCTION(cuEventQuery),
-    FUNCTION(cuEventSynchronize),
+    F(cuInit), F(cuDriverGetVersion), F(cuDeviceGetCount), F(cuDeviceGet), F(cuDeviceGetName), F(cuDeviceTotalMem),
+    F(cuDeviceGetUuid), F(cuDeviceCanAccessPeer), F(cuDeviceGetAttribute), F(cuDevicePrimaryCtxRetain),
+    F(cuDevicePrimaryCtxGetState), F(cuCtxGetCurrent), F(cuCtxPushCurrent), F(cuCtxPopCurrent), F(cuMemAlloc),
+    F(cuMemFree), F(cuMemAllocAsync), F(cuMemFreeAsync), F(cuMemGetInfo), F(cuMemGetAddressRange),
+    F(cuPointerGetAttribute), F(cuMemHostRegister), F(cuMemHostUnregister), F(cuMemcpy), F(cuMemcpyAsync),
+    F(cuMemcpyHtoD), F(cuMemcpyHtoDAsync), F(cuMemcpyDtoH), F(cuMemcpyDtoHAsync), F(cuMemcpyDtoD),
+    F(cuMemcpyDtoDAsync), F(cuMemsetD8Async), F(cuIpcGetMemHandle), F(cuIpcOpenMemHandle), F(cuIpcCloseMemHandle),
+    F(cuIpcGetEventHandle), F(cuIpcOpenEventHandle), F(cuMemGetAllocationGranularity), F(cuMemCreate), F(cuMemRelease),
+    F(cuMemExportToShareableHandle), F(cuMemImportFromShareableHandle), F(cuMemRetainAllocationHandle),
+    F(cuMemAddressReserve), F(cuMemAddressFree), F(cuMemMap), F(cuMemUnmap), F(cuMemSetAccess), F(cuStreamCreate),
+    F(cuStreamDestroy), F(cuStreamSynchronize), F(cuStreamQuery), F(cuStreamWaitEvent), F(cuLaunchHostFunc),
+    F(cuEventCreate), F(cuEventDestroy), F(cuEventRecord), F(cuEventQuery), F(cuEventSynchronize),
 };
 
 CUresult cuGetProcAddress(
     const char *name, void **function, int version, cuuint64_t flags, CUdriverProcAddressQueryResult *status) {
     (void)version, (void)flags;
-    *function = NULL;
+    *function = strcmp(name, "cuGetProcAddress") ? NULL : (void *)cuGetProcAddress;
     for (size_t i = 0; i < sizeof table / sizeof *table && !*function; i++)
         if (!strcmp(table[i].name, name)) *function = table[i].function;
-    if (!strcmp(name, "cuGetProcAddress")) *function = (void *)cuGetProcAddress;
     if (status) *status = *function ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
     return *function || status ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 }
