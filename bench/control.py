@@ -150,7 +150,8 @@ class Bench:
     def memory(self) -> dict[str, float]:
         """Of the worker: before the network is loaded again, while it is, and after some loads and unloads."""
         pid = self._broker.worker()
-        self._load_and_unload(pid)  # what the runtime keeps once is not the model's
+        for _ in range(2):  # what the runtime and the allocator keep once is not the model's
+            self._load_and_unload(pid)
         before = resident(pid)
         peak = max(self._load_and_unload(pid) for _ in range(max(2, int(self._settings.seconds(CYCLES)))))
         after = resident(pid)

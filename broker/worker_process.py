@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ from broker.worker.messages import (
     Acknowledged,
     ChannelBroken,
     LinkMessage,
+    Logged,
     Offence,
     Ping,
     Ready,
@@ -38,6 +40,8 @@ from shm.sockets import close_all, receive, send
 Notice = ChannelBroken | RegionIdle | WantSession | Offence
 LINGER_S = 1.0  # between the end of a link and the end of its process
 OUTBOX = 65536  # messages that wait for a worker to read its link
+
+_log = logging.getLogger(__name__)
 
 
 class ProcessDied(Exception):
@@ -235,6 +239,8 @@ class WorkerProcess:
                     self.ready.set_result(None)
             case ChannelBroken() | RegionIdle() | WantSession() | Offence():
                 self._on_notice(message)
+            case Logged():
+                _log.log(message.level, "%s", message.text)
             case Acknowledged() | Refused():
                 answer = self._answers.pop(message.id, None)
                 if answer is None or answer.done():

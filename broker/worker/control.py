@@ -18,16 +18,18 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import final
 
-from broker.worker import link, messages
+from broker.worker import link, link_log, messages
 from broker.worker.cache import ResponseCache
 from broker.worker.ensemble_remote import Elsewhere
 from broker.worker.link import Link
+from broker.worker.load_threads import LoadThreads
 from broker.worker.loop import DEPOSE_NS, Loop
 from broker.worker.models import ModelTable
 from broker.worker.overlap import Crowds
 from broker.worker.plans import Plan
 from broker.worker.rate_limiter import RateLimiter
 from broker.worker.regions import Region, RegionTable
+from broker.worker.tracebacks import complain
 from shm import recovery, sockets
 from shm.errors import Code, InferError
 from shm.statistics import StatisticsPage
@@ -67,11 +69,13 @@ class Control:
         )
         self._models = ModelTable(self._loop, cache, self._elsewhere)
         self._waits: list[tuple[Callable[[], bool], Callable[[], None]]] = []
+        self._load_threads = LoadThreads()
         self._threads = 0
         self._draining = False
 
     def run(self) -> None:
         """Serve the link until the broker says drain, or is gone."""
+        link_log.set_up(self._link.send)
         self._need_threads(1)
         self._link.send(messages.Ready(pid=os.getpid()))
         poll = select.poll()
@@ -142,7 +146,7 @@ class Control:
         blocks = [self._page.block(index) for index in message.blocks]
         load = message.config.name, message.version, message.generation
         self._models.begin(load)
-        self._in_thread(message.id, lambda: self._load(message, blocks))
+        self._in_thread(message, lambda: self._load(message, blocks))
         return False
 
     def _load(self, message: messages.LoadInstances, blocks: Sequence[memoryview]) -> None:
@@ -163,16 +167,17 @@ class Control:
             self._acknowledge(message.id, messages.UNLOADED if unloaded else "")
         return False
 
-    def _in_thread(self, number: int, work: Callable[[], None]) -> None:
+    def _in_thread(self, message: messages.LoadInstances, work: Callable[[], None]) -> None:
         def body() -> None:
             try:
                 work()
             except BaseException as error:  # a model's own code may exit: that must be answered like anything else
-                self._refuse(number, error)
+                complain(message.config, error)
+                self._refuse(message.id, error)
             else:
-                self._acknowledge(number)
+                self._acknowledge(message.id)
 
-        threading.Thread(target=body, name="load", daemon=True).start()
+        self._load_threads.run(body)
 
     def _need_threads(self, instances: int) -> None:
         """One thread per instance and a spare, so that somebody can always lead."""

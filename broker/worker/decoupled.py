@@ -19,6 +19,7 @@ from broker.worker.plans import Bytes, PlacedTensor, Plan
 from broker.worker.running import check_sizes
 from broker.worker.stream import Stream, Taker
 from broker.worker.streams import Streams
+from broker.worker.tracebacks import complain
 from shm import datatypes, statistics
 from shm.admission import Request
 from shm.errors import Code, InferError
@@ -96,6 +97,7 @@ def _execute(instance: Instance, given: list[Stream]) -> None:
             else:
                 _run_once(instance, *streams)
         except Exception as error:
+            complain(instance.model.config, error)
             failure = _described(error)
             for stream in streams:
                 stream.fail(failure)

@@ -12,7 +12,8 @@ Broker → worker:                         descriptors
     AttachChannel                        channel memfd, ledger memfd, eventfd, write end of the client's pipe
     OpenSession                          a connected session socket
     DetachChannel, Drain, Ping           -
-Worker → broker, unasked (id 0): Ready (once), ChannelBroken, RegionIdle, WantSession, Offence.
+Worker → broker, unasked (id 0): Ready (once), ChannelBroken, RegionIdle, WantSession, Offence,
+Logged.
 """
 
 from __future__ import annotations
@@ -199,6 +200,13 @@ class WantSession(LinkMessage, frozen=True, kw_only=True, tag=True):
     """An ensemble has members in other workers: their steps go there as requests of a session of this worker."""
 
 
+class Logged(LinkMessage, frozen=True, kw_only=True, tag=True):
+    """For the log; `level` is that of `logging`."""
+
+    level: int
+    text: str
+
+
 class Offence(LinkMessage, frozen=True, kw_only=True, tag=True):
     """A step of a request for ensemble `model` was alone in another worker when it ended that for the second time."""
 
@@ -228,7 +236,7 @@ ToWorker = (
     | Drain
     | Ping
 )
-ToBroker = Ready | Acknowledged | Refused | ChannelBroken | RegionIdle | WantSession | Offence
+ToBroker = Ready | Acknowledged | Refused | ChannelBroken | RegionIdle | WantSession | Offence | Logged
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from broker.worker.model import Instance
 from broker.worker.plans import Plan
+from broker.worker.tracebacks import complain
 from shm import statistics
 from shm.admission import Request
 from shm.errors import Code, InferError
@@ -33,6 +34,7 @@ def fail(instance: Instance, request: Request, error: Exception, began: int) -> 
     if isinstance(error, InferError):
         request.fail(Code[error.code], error.message)
     else:
+        complain(instance.model.config, error)
         text = (str(error).strip().splitlines() or [""])[0]
         request.fail(Code.INTERNAL, f"{type(error).__name__}: {text}")
     instance.block[statistics.FAIL] += 1

@@ -79,7 +79,8 @@ async def test_an_ensemble_that_could_not_be_loaded_for_a_member_is_when_that_is
 async def test_an_ensemble_whose_member_a_worker_lost(repository: Path) -> None:
     async with serving(repository, "inner") as served:
         version = served.known["a"].versions[1]
-        served._lost("a", 1, version.generation, "the worker died")
+        (worker,) = version.workers
+        worker._give_up(("a", 1, version.generation), "a test")
         while served._again:
             await next(iter(served._again))
         assert ready(served) == {"b"}

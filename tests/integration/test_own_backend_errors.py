@@ -1,0 +1,89 @@
+"""Exceptions of a model's own code: one line for the client, the traceback for the log. Real broker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import clientlib
+from tests.fakes import models
+from tests.fakes.broker import Broker, eventually
+
+CONFIG = """
+backend: "own"
+input { name: "x" data_type: TYPE_FP32 dims: 1 }
+output { name: "y" data_type: TYPE_FP32 dims: 1 }
+"""
+RUNS = """
+def load(context):
+    return Model()
+
+class Model:
+    def bind(self, inputs, outputs):
+        return Run()
+
+    def close(self):
+        pass
+
+class Run:
+    def run(self):
+        raise ValueError("not today")  # here
+"""
+LOADS = """
+def load(context):
+    raise KeyError("weights")  # here
+"""
+IMPORTS = """
+import nowhere_to_be_found  # here
+def load(context):
+    pass
+"""
+STREAMS = """
+def load(context):
+    return Model()
+
+class Model:
+    def bind(self, inputs, outputs):
+        pass
+
+    def close(self):
+        pass
+
+    def execute(self, streams):
+        raise ZeroDivisionError("no way")  # here
+"""
+CODE = {"runs": RUNS, "loads": LOADS, "imports": IMPORTS, "streams": STREAMS}
+
+
+def test_tracebacks_of_own_code_are_in_the_log_and_nowhere_else(tmp_path: Path) -> None:
+    root = tmp_path / "models"
+    for name, code in CODE.items():
+        text = CONFIG + ("model_transaction_policy { decoupled: true }\n" if name == "streams" else "")
+        (models.write_model(root, name, config=text) / "backend.py").write_text(code)
+    with Broker(root, tmp_path / "run", "--exit-on-error=false", "--strict-readiness=false") as broker:
+        broker.ready()
+        with clientlib.connect(f"ipc://{broker.directory}") as client:
+            told = [found.reason for found in client.models().values() if found.state != "READY"]
+            for _ in range(3):
+                with pytest.raises(clientlib.InferError) as raised:
+                    client.infer("runs", {"x": np.ones(1, np.float32)})
+                told.append(raised.value.message)
+            with (
+                pytest.raises(clientlib.InferError) as raised,
+                client.stream("streams", {"x": np.ones(1, np.float32)}) as responses,
+            ):
+                list(responses)
+            told.append(raised.value.message)
+        assert sorted(set(told)) == [
+            "KeyError: 'weights'",
+            "ValueError: not today",
+            "ZeroDivisionError: no way",
+            f"{root / 'imports' / 'backend.py'} raised ModuleNotFoundError: No module named 'nowhere_to_be_found'",
+        ]
+        for name, code in CODE.items():
+            line = 1 + next(at for at, text in enumerate(code.splitlines()) if text.endswith("# here"))
+            where = f'File \\"{root / name}/backend.py\\", line {line}, in '
+            eventually(lambda where=where: where in broker.log(), name)
+            assert broker.log().count(where) == 1
