@@ -36,8 +36,8 @@ class Gateway(Broker):
     ) -> None:
         """`ports`: those of one that has ended."""
         self.ports = ports or dict(zip(FLAGS, free_ports(len(FLAGS)), strict=True))
-        ports = tuple(f"--{name}-port={port}" for name, port in self.ports.items())
-        super().__init__(repository, directory, f"--gateways={gateways}", *ports, *flags, before=before)
+        listen = tuple(f"--{name}-port={port}" for name, port in self.ports.items())
+        super().__init__(repository, directory, f"--gateways={gateways}", *listen, *flags, before=before)
 
     def get(self, path: str, service: str = "http") -> tuple[int, bytes]:
         """Status and body; status 0 when nobody listens or the connection broke."""

@@ -35,6 +35,7 @@ LIMIT_S = 30.0
 SIZE = 4  # elements of a row
 ROW = 4 * SIZE
 WAIT = -1.0  # an element that makes a run wait
+BEAST = -666.0  # one that makes it fail after that
 _PROGRAM = "import socket; from broker.worker.process import main; main(socket.socket(fileno={}))"
 
 
@@ -276,7 +277,9 @@ class Sent:
 
 
 class Gate:
-    """A model that the test holds back: runs with a negative element wait for `let` after they have been `entered`."""
+    """A model that the test holds back: runs with a negative element wait for `let` after they have been `entered`.
+    Those with an element `BEAST` fail then.
+    """
 
     BACKEND = """
 import os
@@ -305,6 +308,8 @@ class Binding:
         if (self.x < 0).any():
             os.write(self.model.told, b"E")
             os.read(self.model.gate, 1)
+        if (self.x == -666).any():
+            raise RuntimeError("beast")
         self.y[:] = self.x + 1
 
     def results(self):
