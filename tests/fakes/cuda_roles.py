@@ -12,7 +12,7 @@ import numpy as np
 
 from broker.worker.cuda.regions import CudaRegions
 from clientlib import cuda_export
-from shm.cuda import driver, handles
+from shm.cuda import driver, handles, sync
 from shm.cuda.descriptor import CudaMemory
 
 
@@ -69,6 +69,23 @@ class Application:
 
     def write(self, number: int, offset: int, value: float) -> None:
         fill(self.pointers[number] + offset, value, 1)
+
+    def make_ring(self, count: int) -> bytes:
+        self.stream, self.ring = sync.Stream(), sync.EventRing.create(count)
+        return self.ring.handles
+
+    def write_late(self, number: int, value: float) -> int:
+        """Returns while the GPU is still at it; the index of the event that says when it is done."""
+        self.late = np.full(4, value, np.float32)
+        self.stream.copy(self.pointers[number], self.late.ctypes.data, self.late.nbytes)
+        return self.ring.record(self.stream.handle)
+
+    def give(self, index: int) -> None:
+        self.ring.give(index)
+
+    def end_ring(self) -> None:
+        self.stream.close()
+        self.ring.close()
 
     def free(self, number: int) -> None:
         driver.call("cuMemFree", self.pointers[number])
@@ -129,6 +146,26 @@ class Worker:
     def read(self, number: int) -> float:
         with driver.Context(self.device.ordinal):
             return first(self._region(number).pointer)
+
+    def open_ring(self, handles: bytes) -> int:
+        with driver.Context(self.device.ordinal):
+            self.stream, self.ring = sync.Stream(), sync.OpenedRing(handles)
+        return len(self.ring)
+
+    def read_after(self, number: int, index: int | None) -> float:
+        """What a run sees that waits for event `index` on its stream, or for none."""
+        numbers = np.zeros(1, np.float32)
+        with driver.Context(self.device.ordinal):
+            if index is not None:
+                self.ring.wait(index, self.stream)
+            self.stream.copy(numbers.ctypes.data, self._region(number).pointer, numbers.nbytes)
+            self.stream.synchronize()
+        return float(numbers[0])
+
+    def end_ring(self) -> None:
+        with driver.Context(self.device.ordinal):
+            self.stream.close()
+            self.ring.close()
 
     def write(self, number: int, value: float) -> None:
         with driver.Context(self.device.ordinal):
