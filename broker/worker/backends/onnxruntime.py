@@ -1,7 +1,10 @@
-"""ONNX Runtime on the CPU: IOBinding straight onto the operands' memory, no copy of ours.
+"""ONNX Runtime on the CPU or a GPU: IOBinding straight onto the operands' memory, no copy of ours.
 
 Tensors of strings have no memory that a runtime could read in place: models with BYTES operands are fed through
 `session.run` instead.
+
+The device is a word and a way to addresses (`_Bound`); everything else is the same for both. On a GPU: not run on
+hardware.
 """
 
 from __future__ import annotations
@@ -9,16 +12,21 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Callable
-from typing import Any, final
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
-from broker.worker.backends import Binding, Context, Operand
+from broker.worker.backends import Binding, Context, OnGpu, Operand
+from broker.worker.backends.onnxruntime_cuda import PROVIDER, check_provider, provider_options
 from shm import datatypes
 from shm.errors import Code, InferError
+
+if TYPE_CHECKING:
+    from broker.worker.cuda.staging import Places, Scratch
+    from broker.worker.cuda.streams import Lane
 
 # onnx.TensorProto.DataType, by KServe name: `bind_input` takes the number, which also covers what numpy lacks (BF16).
 ELEMENT_TYPE = {
@@ -34,12 +42,36 @@ _MAX_REASON = 400
 
 def load(context: Context) -> OnnxModel:
     """A session of its own for every instance, as in Triton."""
+    if context.group.kind == "KIND_GPU":
+        return _load_on_gpu(context)
+    return OnnxModel(_session(context, ["CPUExecutionProvider"]))
+
+
+def _session(context: Context, providers: list[Any]) -> Any:
     path = os.path.join(context.directory, context.config.default_model_filename or "model.onnx")
     try:
-        session = onnxruntime.InferenceSession(path, _options(context), providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(path, _options(context), providers=providers)
     except Exception as error:  # the runtime raises classes of its own, not one base
         raise _failure(Code.INTERNAL, error) from None
-    return OnnxModel(session)
+
+
+def _load_on_gpu(context: Context) -> OnnxModel:
+    from broker.worker.cuda.staging import Scratch
+    from broker.worker.cuda.streams import Lane
+    from shm.cuda.driver import find_device
+
+    device = find_device(context.device, f"instance '{context.name}'")
+    if hasattr(onnxruntime, "preload_dlls"):
+        onnxruntime.preload_dlls(directory="")  # CUDA and cuDNN from their packages; says nothing when they are missing
+    lane = Lane(device)
+    try:
+        options = provider_options(context.config.parameters, device, lane.stream)
+        session = _session(context, [(PROVIDER, options), "CPUExecutionProvider"])
+        check_provider(onnxruntime, session, context.name)
+    except BaseException:
+        lane.close()
+        raise
+    return OnnxModel(session, "cuda", lane, Scratch(device.ordinal))
 
 
 def _options(context: Context) -> Any:
@@ -66,45 +98,78 @@ def _count(parameters: dict[str, str], key: str) -> int:
 
 @final
 class OnnxModel:
-    """One InferenceSession."""
+    """One InferenceSession. With a `lane` it is on a GPU (`broker.worker.backends.GpuModel`).
 
-    __slots__ = ("_session",)
+    `device`: the runtime's word for where pointers lead, "cpu" or "cuda".
+    """
 
-    def __init__(self, session: Any) -> None:
+    __slots__ = ("_device", "_session", "lane", "scratch")
+
+    def __init__(
+        self, session: Any, device: str = "cpu", lane: Lane | None = None, scratch: Scratch | None = None
+    ) -> None:
         self._session = session
+        self._device = device
+        self.lane = lane
+        self.scratch = scratch
 
     def bind(self, inputs: list[Operand], outputs: list[Operand]) -> Binding:
         """Strings anywhere: feed; else pointers."""
         if any(operand.datatype == "BYTES" for operand in (*inputs, *outputs)):
             return _Feed(self._session, inputs, outputs)
-        return _Bound(self._session, inputs, outputs)
+        if self.lane is None:
+            return _Bound(self._session, inputs, outputs)
+        assert self.scratch is not None
+        return _BoundOnGpu(self._session, inputs, outputs, self._device, self.lane, self.scratch)
 
     def close(self) -> None:
         """The session goes with its last reference."""
         self._session = None
+        if self.lane is not None and self.scratch is not None:
+            self.scratch.close()
+            self.lane.close()
 
 
-@final
 class _Bound:
     """An IOBinding on raw pointers. Keeps the operands' arrays, so the memory cannot go before the binding."""
 
-    __slots__ = ("_io", "_kept", "_open", "_session")
+    __slots__ = ("_io", "_kept", "_open", "_session", "_where")
 
-    def __init__(self, session: Any, inputs: list[Operand], outputs: list[Operand]) -> None:
+    def __init__(
+        self, session: Any, inputs: list[Operand], outputs: list[Operand], where: tuple[str, int] = ("cpu", 0)
+    ) -> None:
         self._session = session
         self._kept = (inputs, outputs)
+        self._where = where
         self._io = session.io_binding()
-        self._open = [(operand.name, index) for index, operand in enumerate(outputs) if operand.memory is None]
+        self._open = [
+            (operand.name, index)
+            for index, operand in enumerate(outputs)
+            if operand.memory is None and operand.gpu is None
+        ]
+        opens = {name for name, _ in self._open}
         try:
             for operand in inputs:
-                self._io.bind_input(*_place(operand))
+                self._io.bind_input(*self._place(operand, self._input(operand)))
             for operand in outputs:
-                if operand.memory is None:
-                    self._io.bind_output(operand.name, "cpu")
+                if operand.name in opens:
+                    self._io.bind_output(operand.name, *where)
                 else:
-                    self._io.bind_output(*_place(operand))
+                    self._io.bind_output(*self._place(operand, self._output(operand)))
+        except InferError:
+            raise
         except Exception as error:
             raise _failure(Code.INVALID_ARG, error) from None
+
+    def _place(self, operand: Operand, pointer: int) -> tuple[str, str, int, int, tuple[int, ...], int]:
+        return operand.name, *self._where, ELEMENT_TYPE[operand.datatype], operand.shape, pointer
+
+    def _input(self, operand: Operand) -> int:
+        assert operand.memory is not None
+        pointer: int = operand.memory.__array_interface__["data"][0]
+        return pointer
+
+    _output = _input
 
     @property
     def run(self) -> Callable[[], None]:
@@ -120,12 +185,71 @@ class _Bound:
     def _run_open(self) -> None:
         # The binding keeps what the last run allocated and would demand the same shape again.
         for name, _ in self._open:
-            self._io.bind_output(name, "cpu")
+            self._io.bind_output(name, *self._where)
         self._run_closed()
 
     def results(self) -> list[npt.NDArray[np.generic]]:
         values = self._io.get_outputs()
         return [_view(values[index], self._kept[1][index].datatype) for _, index in self._open]
+
+
+@final
+class _BoundOnGpu(_Bound):
+    """The same on a GPU. Implements `broker.worker.backends.GpuBinding`."""
+
+    __slots__ = ("_lane", "_places", "copied")
+
+    def __init__(
+        self,
+        session: Any,
+        inputs: list[Operand],
+        outputs: list[Operand],
+        device: str,
+        lane: Lane,
+        scratch: Scratch,
+    ) -> None:
+        from broker.worker.cuda.staging import Places
+
+        lane.enter()
+        self._lane = lane
+        self._places: Places = Places(lane, scratch)
+        self.copied: Mapping[str, int] = self._places.copied
+        super().__init__(session, inputs, outputs, (device, lane.device.ordinal))
+
+    def _input(self, operand: Operand) -> int:
+        return self._places.input(operand)
+
+    def _output(self, operand: Operand) -> int:
+        return self._places.output(operand)
+
+    @property
+    def run(self) -> Callable[[], None]:
+        """As on the CPU, with the copies around it, on one stream; returns when the GPU is done."""
+        return self._run_all
+
+    def _run_all(self) -> None:
+        self._lane.enter()
+        self._places.before()
+        (self._run_open if self._open else self._run_closed)()
+        self._places.after()
+        self._lane.finish()
+
+    def places(self) -> list[tuple[OnGpu, tuple[int, ...]]]:
+        """Where the outputs lie that the runtime allocated."""
+        found = []
+        values = self._io.get_outputs()
+        for _, index in self._open:
+            shape = tuple(values[index].shape())
+            size = datatypes.byte_size(self._kept[1][index].datatype, shape)
+            found.append((OnGpu(values[index].data_ptr(), size), shape))
+        return found
+
+    def results(self) -> list[npt.NDArray[np.generic]]:
+        arrays: list[npt.NDArray[np.generic]] = []
+        for (_, index), (place, shape) in zip(self._open, self.places(), strict=True):
+            dtype = datatypes.numpy_dtype(self._kept[1][index].datatype)
+            arrays.append(self._lane.fetch(place).view(dtype).reshape(shape))
+        return arrays
 
 
 @final
@@ -170,12 +294,6 @@ def _text(item: bytes, index: int, name: str) -> str:
             Code.INVALID_ARG,
             f"element {index} of inference input '{name}' is not UTF-8, which strings of ONNX models are: {error}",
         ) from None
-
-
-def _place(operand: Operand) -> tuple[str, str, int, int, tuple[int, ...], int]:
-    assert operand.memory is not None
-    address = operand.memory.__array_interface__["data"][0]
-    return operand.name, "cpu", 0, ELEMENT_TYPE[operand.datatype], operand.shape, address
 
 
 def _view(value: Any, datatype: str) -> npt.NDArray[np.generic]:
