@@ -28,6 +28,7 @@ from broker.worker.plans import Plan
 from shm import statistics
 from shm.admission import Request
 from shm.errors import Code, InferError
+from shm.parameters import key_of
 
 MAX_POOLED = 256  # of what runs have prepared, for the next ones
 MAX_RUNS = 1024  # requests under way at a time: each has plans in the other workers
@@ -182,7 +183,8 @@ class SpreadEnsemble(Ensemble):
         """Equal for requests whose steps have the same shapes, and which may share a plan elsewhere."""
         rows = request.rows
         inputs = tuple((t.name, t.shape_of(rows), t.memory(request.input_position, rows).size) for t in plan.inputs)
-        return inputs, rows, frozenset(t.name for t in plan.outputs), plan.owner if self._sequences else 0
+        owner = plan.owner if self._sequences else 0
+        return inputs, rows, frozenset(t.name for t in plan.outputs), owner, key_of(plan.parameters)
 
     def _remove(self, prepared: SharedPrepared) -> None:
         del self._pool[prepared]

@@ -62,6 +62,10 @@ class SpreadRun(Run):
         step.plan = plan
         return prepared.bind(at, plan, described, member, self._plan.owner)
 
+    def is_over(self) -> bool:
+        """Has it failed, or does nobody want it any more?"""
+        return bool(self._request.code or self._request.ended)
+
     def blame(self) -> None:
         """A step ended another worker for the second time: tell whose request it was, and for which model."""
         request = self._request
@@ -188,6 +192,9 @@ class RemoteStep:
         match = _TOO_SMALL.search(text) if code == Code.INVALID_ARG else None
         if match is None:
             return False
+        if self._run.is_over():
+            self.fail((Code.CANCELLED, "the request was cancelled"))
+            return True
         try:
             bound = self._run.grown(self.step, match[1], int(match[2]))
         except InferError:
@@ -195,6 +202,7 @@ class RemoteStep:
         if bound is None:
             return False
         self._lane.submit(RemoteStep(self._run, self.step, self._lane, bound))
+        self._run.look()
         return True
 
 

@@ -14,7 +14,7 @@ import pytest
 import clientlib
 from shm.errors import InferError
 from tests.fakes import spread
-from tests.fakes.broker import Broker
+from tests.fakes.broker import Broker, eventually
 from tests.fakes.lone_worker import Gate
 
 pytestmark = pytest.mark.timeout(120)
@@ -253,3 +253,46 @@ def test_statistics_of_both_workers(client):
     after = {name: counts(name) for name in ("fan", "scale", "shift")}
     grown = {name: tuple(np.subtract(after[name], before[name])) for name in before}
     assert grown == {"fan": (3, 1), "scale": (6, 2), "shift": (6, 2)}
+
+
+def test_what_is_under_way_ends_as_usual_when_its_member_is_unloaded(broker, client, gate):
+    hold = np.full((1, 4), -1, np.float32)
+    with clientlib.connect(f"ipc://{broker.directory}") as other:
+        x, y = other.create_region("x", 16), other.create_region("y", 16)
+        x.array((1, 4), np.float32)[:] = hold
+        with other.prepare(
+            "with_slow", inputs={"IN": x.tensor((1, 4), "FP32")}, outputs={"OUT": y.tensor((1, 4), "FP32")}
+        ) as plan:
+            running = plan.submit()
+            gate.entered()
+            closed = gate.closed
+            client.unload("slow")
+            assert not running.done()
+            gate.let()
+            assert np.array_equal(running.result(30)["OUT"], 3 * hold + 1)
+            gate.closed_are(closed + 1)  # the request was all that it was there for
+    client.load("with_slow")
+    assert np.array_equal(client.infer("with_slow", {"IN": rows()}, timeout=30)["OUT"], 3 * rows() + 1)
+
+
+def test_nothing_is_left_of_an_ensemble_that_is_unloaded(broker, client):
+    def held() -> tuple[int, int]:
+        row = next(row for row in broker.status()["sessions"] if row["library"] == "broker.worker")
+        return row["plans"], row["region_bytes"]
+
+    for name in ("chain", "first", "last", "nested", "limited", "fan", "texts", "unknown", "summing"):
+        client.unload(name)
+    for name in ("with_slow", "with_once", "with_fatal"):
+        client.unload(name)
+    eventually(lambda: held() == (0, 4 << 20), "plans are released, and memory but for one region")
+    for name in ("last", "chain"):
+        client.load(name)
+    assert np.array_equal(client.infer("chain", {"IN": rows()}, timeout=30)["OUT"], FLOATS["chain"](rows()))
+
+
+def test_only_the_brokers_own_workers_prepare_steps(broker):
+    client = broker.client()
+    plan = {"type": "Prepare", "model": "shift", "inputs": [], "outputs": []}
+    answer = client.ask("PrepareStep", plan=plan, owner=1)
+    assert (answer["type"], answer["code"]) == ("Failure", "INVALID_ARG")
+    assert answer["message"] == "only the broker's own workers prepare steps of ensembles"
