@@ -61,9 +61,9 @@ class Exported:
 
 def export(name: str, tensor: object, pointer: object, byte_size: object, device: object) -> Exported:
     """Export what an application has. Raises InferError: no CUDA, no such memory, or none that can be shared."""
+    known = driver.devices(f"cannot register '{name}'")
     source = source_of(name, tensor, pointer, byte_size)
     wanted = None if device is None else uuid_of(device)
-    known = driver.devices(f"cannot register '{name}'")
     place = _find(name, source, known)
     found = known[place.ordinal]
     if wanted is not None and wanted != found.uuid:

@@ -173,9 +173,9 @@ class TestErrors:
         with pytest.raises(InferError) as caught:
             client.infer("add1", {"x": vector(1)}, parameters={"mine": 1})
         assert caught.value.code == "UNSUPPORTED"
-        with pytest.raises(InferError, match="CUDA") as caught:
+        with pytest.raises(InferError, match="cannot register 'gpu'") as caught:
             client.register_cuda_shm("gpu", object())
-        assert caught.value.code == "UNSUPPORTED"
+        assert caught.value.code in ("UNSUPPORTED", "INVALID_ARG")  # by whether this machine has a GPU
 
 
 class TestProcess:

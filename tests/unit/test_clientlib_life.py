@@ -32,9 +32,9 @@ class TestBroker:
         with pytest.raises(InferError, match="already in manager") as caught:
             client.create_region("a", 64)
         assert caught.value.code == "ALREADY_EXISTS"
-        with pytest.raises(InferError, match="CUDA") as caught:
+        with pytest.raises(InferError, match="cannot register 'gpu'") as caught:
             client.register_cuda_shm("gpu", object())
-        assert caught.value.code == "UNSUPPORTED"
+        assert caught.value.code in ("UNSUPPORTED", "INVALID_ARG")  # by whether this machine has a GPU
 
     def test_unregister(self, client):
         region, plan = doubling(client)
