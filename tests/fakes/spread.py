@@ -2,6 +2,7 @@
 
     scale    y = 3 x                        group "default"   FP32 [batch, n]
     shift    y = x + 1                      group "other"     FP32 [batch, n]
+    twice    y = 2 x                        group "other"     FP32 [batch, n]
     found    y = positions that are not 0   group "other"     FP32 [n] -> INT64 [1, count]: known after the run
     rows     y = table[index]               group "default"   INT64 [1, count] -> FP32 [1, count, 4]
     text     y = x                          group "other"     BYTES
@@ -13,7 +14,7 @@
     fatal    y = x, dies on a negative      group "other"     FP32 [4]
 
 "chain", "first", "last", "fan", "nested", "limited", "unknown", "texts", "summing" and "with_slow", "with_once",
-"with_fatal" are ensembles of these.
+"with_fatal" are ensembles of these; "there" is one in group "other", and "relay" has it as a member elsewhere.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ def write(root: Path) -> None:
     batched = "max_batch_size: 4 dynamic_batching { }"
     models.write_model(root, "scale", times(3), config=batched)
     models.write_model(root, "shift", models.add1(), config=f"{batched} {OTHER}")
+    models.write_model(root, "twice", times(2), config=f"{batched} {OTHER}")
     models.write_model(root, "found", models.nonzero(), config=f"max_batch_size: 0 {OTHER}")
     models.write_model(root, "rows", models.gather(), config="max_batch_size: 0")
     models.write_model(root, "text", models.identity(TensorProto.STRING), config=f"max_batch_size: 4 {OTHER}")
@@ -117,6 +119,9 @@ parameters {{ key: "told" value {{ string_value: "{root / "slow"}/told" }} }}"""
     )
     ensemble(root, "first", *one, step("shift", "x=IN", "y=a"), step("scale", "x=a", "y=OUT"))
     ensemble(root, "last", *one, step("scale", "x=IN", "y=a"), step("shift", "x=a", "y=OUT"))
+    steps = (step("shift", "x=IN", "y=a"), step("scale", "x=a", "y=b"), step("twice", "x=b", "y=OUT"))
+    ensemble(root, "there", *one, *steps)
+    ensemble(root, "relay", *one, step("scale", "x=IN", "y=a"), step("there", "IN=a", "OUT=OUT"))
     fan = (
         step("scale", "x=IN", "y=a"),
         step("shift", "x=IN", "y=b"),

@@ -51,6 +51,8 @@ FLOATS = {
     "last": lambda x: 3 * x + 1,
     "nested": lambda x: 3 * (3 * (3 * x + 1) + 1),
     "limited": lambda x: 3 * x + 1,
+    "there": lambda x: 2 * (3 * (x + 1)),
+    "relay": lambda x: 2 * (3 * (3 * x + 1)),
 }
 
 
@@ -223,10 +225,10 @@ class Load:
             thread.join(60)
 
 
-@pytest.mark.parametrize("member", ["shift", "scale", "chain"])
+@pytest.mark.parametrize("member", ["shift", "chain"])
 def test_reloads_under_load_fail_nothing(broker, client, member):
     with Load(broker, "chain") as load:
-        for _ in range(3):
+        for _ in range(2):
             client.load(member)
     assert load.failed == []
     assert load.done > 3
@@ -277,14 +279,14 @@ def test_what_is_under_way_ends_as_usual_when_its_member_is_unloaded(broker, cli
 
 def test_nothing_is_left_of_an_ensemble_that_is_unloaded(broker, client):
     def held() -> tuple[int, int]:
-        row = next(row for row in broker.status()["sessions"] if row["library"] == "broker.worker")
-        return row["plans"], row["region_bytes"]
+        rows = [row for row in broker.status()["sessions"] if row["library"] == "broker.worker"]
+        return sum(row["plans"] for row in rows), max(row["regions"] for row in rows)
 
-    for name in ("chain", "first", "last", "nested", "limited", "fan", "texts", "unknown", "summing"):
+    for name in ("relay", "there", "chain", "first", "last", "nested", "limited", "fan", "texts", "unknown", "summing"):
         client.unload(name)
     for name in ("with_slow", "with_once", "with_fatal"):
         client.unload(name)
-    eventually(lambda: held() == (0, 4 << 20), "plans are released, and memory but for one region")
+    eventually(lambda: held() == (0, 1), "plans are released, and memory but for one region each")
     for name in ("last", "chain"):
         client.load(name)
     assert np.array_equal(client.infer("chain", {"IN": rows()}, timeout=30)["OUT"], FLOATS["chain"](rows()))
