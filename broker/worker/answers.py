@@ -15,9 +15,8 @@ from typing import Any, final
 
 import numpy as np
 
-from broker.repository.config import ModelConfig
-from broker.worker.binding import serialized
-from broker.worker.model import Instance
+from broker.worker.binding import check_shape, serialized
+from broker.worker.model import Instance, LoadedModel
 from broker.worker.plans import Bytes, Plan
 from broker.worker.response_statistics import CANCEL, EMPTY, FAIL, SUCCESS, ResponseClock
 from broker.worker.running import check_sizes
@@ -199,7 +198,7 @@ class Answers:
 
     def _serialized(self, outputs: Arrays) -> list[tuple[Bytes | None, tuple[int, ...]]]:
         model = self._instance.model
-        check_outputs(model.config, outputs)
+        check_outputs(model, outputs)
         found: list[tuple[Bytes | None, tuple[int, ...]]] = []
         for tensor in self.tensors:
             if tensor.name not in outputs:
@@ -288,8 +287,9 @@ class Answers:
             self._instance.count_copy("output", copied)
 
 
-def check_outputs(config: ModelConfig, outputs: Arrays) -> None:
+def check_outputs(model: LoadedModel, outputs: Arrays) -> None:
     """Raises InferError for what the model cannot send."""
+    config = model.config
     known = {tensor.name: tensor.datatype for tensor in config.output}
     for name, array in outputs.items():
         datatype = known.get(name)
@@ -300,6 +300,8 @@ def check_outputs(config: ModelConfig, outputs: Arrays) -> None:
                 Code.INVALID_ARG,
                 f"output '{name}' of model '{config.name}' is {datatype}, got an array of {np.asarray(array).dtype}",
             )
+        reshape, shape = model.reshapes.get(name), np.asarray(array).shape
+        check_shape(model, name, shape if reshape is None else reshape.to_client(name, shape))
 
 
 def not_rescheduled() -> InferError:

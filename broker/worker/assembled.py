@@ -153,7 +153,11 @@ class _Batch:
         index = next((i for i, tensor in enumerate(self._plan.inputs) if tensor.name == name), None)
         if index is None:
             raise InferError(Code.INVALID_ARG, f"input '{name}' is needed to make this batch, but it was not sent")
-        return [self._tensor(row, index).shape_of(row.rows) for row in self._rows if row is not None]
+        # An empty slot is as one of the others, as in Triton.
+        return [
+            self._plan.inputs[index].shape_of(1) if row is None else self._tensor(row, index).shape_of(row.rows)
+            for row in self._rows
+        ]
 
     def _gather(self, index: int, tensor: PlacedTensor) -> None:
         model, name = self._instance.model, tensor.name

@@ -6,7 +6,7 @@ is loaded; `assembled` runs batches with it. Field names and kinds are Triton's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from broker.repository.config import ModelConfig
 from broker.repository.scheduling import BatchInput, BatchOutput, Control, State
+from broker.worker.backends.builtin import COUNTED, COUNTS
 from shm import datatypes
 from shm.admission import Request
 from shm.errors import Code, InferError
@@ -53,11 +54,11 @@ class Assembly:
         self.states: tuple[State, ...] = sequence.state if sequence else ()
         self.initial = {state.input_name: _initial(state, self.batched) for state in self.states}
         self.ragged = frozenset(tensor.name for tensor in config.input if tensor.allow_ragged_batch)
-        self.batch_inputs: tuple[BatchInput, ...] = config.batch_input
+        self.batch_inputs: tuple[BatchInput, ...] = (*config.batch_input, *_counts(config, self.ragged))
         dims = {tensor.name: tensor.dims for tensor in config.output}
         self.scatter: dict[str, tuple[str, Shape]] = {
             target: (output.source_input[0], (-1, *dims.get(target, ())) if self.batched else dims.get(target, ()))
-            for output in (*config.batch_output, *_identities(config, self.ragged))
+            for output in (*config.batch_output, *_cuts(config, self.ragged))
             for target in output.target_name
         }
         self.bindings: dict[int, dict[object, Any]] = {}  # Binding, by instance number, then shapes and addresses
@@ -71,7 +72,7 @@ class Assembly:
 
     def state_of(self, state: State, row: Row) -> Array:
         """What a row's state input holds: its sequence's last output, or what a sequence starts with."""
-        if row is None or row.sequence is None or row.flags & SEQUENCE_START:
+        if row is None or row.sequence is None or _flags(row) & SEQUENCE_START:
             return self.initial[state.input_name]
         found: Array = row.sequence.states.get(state.input_name, self.initial[state.input_name])  # type: ignore[attr-defined]
         return found
@@ -79,6 +80,42 @@ class Assembly:
     def null_state(self, state: State, like: Array) -> Array:
         """An empty slot's: zeros in the shape that the others have."""
         return _zeros(state.datatype, like.shape)
+
+
+@final
+class StatesSent:
+    """Takes the states out of what a decoupled model sends: the next step of its sequence reads what was sent last.
+
+    A state that is an output as well is also sent, as in Triton.
+    """
+
+    __slots__ = ("_config", "_kept", "_states")
+
+    def __init__(self, config: ModelConfig, assembly: Assembly, sequence: Any) -> None:
+        self._states = {state.output_name: state for state in assembly.states}
+        self._config = config
+        self._kept: dict[str, Array] = sequence.states
+
+    def take(self, outputs: Mapping[str, Array]) -> dict[str, Array]:
+        """What is left for the client. Raises InferError for a state of another datatype or shape."""
+        states = {name: np.asarray(array) for name, array in outputs.items() if name in self._states}
+        for name, array in states.items():
+            self._check(self._states[name], array)
+        for name, array in states.items():
+            self._kept[self._states[name].input_name] = array.copy()
+        also = {tensor.name for tensor in self._config.output}
+        return {name: array for name, array in outputs.items() if name not in states or name in also}
+
+    def _check(self, state: State, array: Array) -> None:
+        dims = (1, *state.dims) if self._config.max_batch_size else state.dims
+        wanted = object if state.datatype == datatypes.BYTES else datatypes.numpy_dtype(state.datatype)
+        fits = array.ndim == len(dims) and all(dim in (-1, size) for dim, size in zip(dims, array.shape, strict=True))
+        if not fits or array.dtype != wanted:
+            raise InferError(
+                Code.INVALID_ARG,
+                f"state '{state.output_name}' of model '{self._config.name}' is {state.datatype} "
+                f"{datatypes.shape_text(dims)}, got {array.dtype} {datatypes.shape_text(array.shape)}",
+            )
 
 
 def assembly_of(config: ModelConfig) -> Assembly | None:
@@ -141,13 +178,24 @@ def _control_value(control: Control, row: Row) -> Any:
     return control.on if on else control.off
 
 
-def _identities(config: ModelConfig, ragged: frozenset[str]) -> list[BatchOutput]:
-    """Triton's `identity` looks at requests one by one: its output for a ragged input has that request's shape."""
-    if config.backend != "identity":
+def _cuts(config: ModelConfig, ragged: frozenset[str]) -> list[BatchOutput]:
+    """Triton's own backends look at requests one by one: an output for a ragged input has that request's shape."""
+    if config.backend not in ("identity", *COUNTED):
         return []
     kind, given = "BATCH_SCATTER_WITH_INPUT_SHAPE", {output.name for output in config.output}
     pairs = [(name.replace("INPUT", "OUTPUT", 1), name) for name in sorted(ragged)]
     return [BatchOutput(kind=kind, target_name=(out,), source_input=(name,)) for out, name in pairs if out in given]
+
+
+def _counts(config: ModelConfig, ragged: frozenset[str]) -> list[BatchInput]:
+    """The same where the backend must know how many elements each request has."""
+    if config.backend not in COUNTED:
+        return []
+    kind = "BATCH_ELEMENT_COUNT"
+    return [
+        BatchInput(kind=kind, target_name=(name + COUNTS,), datatype="INT32", source_input=(name,))
+        for name in sorted(ragged)
+    ]
 
 
 def _flags(row: Request) -> int:

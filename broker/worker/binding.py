@@ -151,6 +151,9 @@ def deliver(
             )
         shape = client_shape(model, tensor, array)
         if tensor.open:
+            if tensor.seen != (request.rows, shape):
+                check_shape(model, tensor.name, shape, request.rows)
+                tensor.seen = request.rows, shape
             note.extend((len(shape), *shape))
         elif shape != tensor.shape_of(request.rows):
             raise InferError(
@@ -170,6 +173,24 @@ def client_shape(model: LoadedModel, tensor: PlacedTensor, array: npt.NDArray[np
     """A result's shape as the client has it."""
     reshape = model.reshapes.get(tensor.name)
     return tuple(array.shape) if reshape is None else reshape.to_client(tensor.name, array.shape)
+
+
+def check_shape(model: LoadedModel, name: str, shape: tuple[int, ...], rows: int = 0) -> None:
+    """Raises InferError INTERNAL for a result of another shape than the configuration says, where no model file does.
+
+    `rows`: of the request, 0 for any number.
+    """
+    wanted = model.unproven.get(name)
+    if wanted is None:
+        return
+    fits = len(shape) == len(wanted) and all(want in (-1, dim) for want, dim in zip(wanted, shape, strict=True))
+    if not fits or (rows and shape[0] != rows):
+        expected = (rows, *wanted[1:]) if rows else wanted
+        raise InferError(
+            Code.INTERNAL,
+            f"output '{name}' of model '{model.name}' has the shape {datatypes.shape_text(shape)}, its configuration "
+            f"says {datatypes.shape_text(expected)}",
+        )
 
 
 def _checked(model: LoadedModel, tensor: PlacedTensor, given: object) -> npt.NDArray[np.generic]:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.worker.answers import Answers
+from broker.worker.assembly import StatesSent
 from broker.worker.backends import Operand, bind
 from broker.worker.model import Instance
 from broker.worker.plans import Bytes, PlacedTensor, Plan
@@ -68,8 +69,8 @@ def run_streams(instance: Instance, streams: Streams, requests: Sequence[Request
             assert isinstance(request.plan, Plan)
             names = [tensor.name for tensor in request.plan.outputs]
             kept = taker.kept if isinstance(taker, Answers) else None
-            parameters = request.plan.parameters
-            given.append(Stream(taker, inputs, names, request.request_id, request.rows, kept, parameters))
+            parameters, states = request.plan.parameters, _states(instance, streams, request)
+            given.append(Stream(taker, inputs, names, request.request_id, request.rows, kept, parameters, states))
         except Exception as error:
             taker.fail(_described(error))
         else:
@@ -79,14 +80,14 @@ def run_streams(instance: Instance, streams: Streams, requests: Sequence[Request
                 running.append(taker)
     if not given:
         return
-    streams.run(instance, begun, lambda: _execute(instance, given))
+    streams.run(instance, begun, lambda: _execute(instance, streams, given))
     for answers in running:
         answers.runs(False)
     with streams.lock:
         _count_execution(instance.block, requests, now)
 
 
-def _execute(instance: Instance, given: list[Stream]) -> None:
+def _execute(instance: Instance, live: Streams, given: list[Stream]) -> None:
     execute = getattr(instance.runtime, "execute", None)
     # A backend that knows nothing of streams runs one request after the other: only the bad one fails.
     batches = [given] if execute is not None else [[stream] for stream in given]
@@ -95,7 +96,7 @@ def _execute(instance: Instance, given: list[Stream]) -> None:
             if execute is not None:
                 execute(streams)
             else:
-                _run_once(instance, *streams)
+                _run_once(instance, live, *streams)
         except Exception as error:
             complain(instance.model.config, error)
             failure = _described(error)
@@ -127,7 +128,16 @@ def _inputs(instance: Instance, streams: Streams, request: Request) -> dict[str,
         for control in streams.assembly.controls:
             if control.name not in arrays:  # an id that is a string comes with the request
                 arrays[control.name] = streams.assembly.control(control, [request], [request.rows])
+        for state in streams.assembly.states:
+            arrays[state.input_name] = streams.assembly.state_of(state, request).copy()
     return arrays
+
+
+def _states(instance: Instance, streams: Streams, request: Request) -> StatesSent | None:
+    """Where the model's states go, if it has some."""
+    if streams.assembly is None or not streams.assembly.states:
+        return None
+    return StatesSent(instance.model.config, streams.assembly, request.sequence)
 
 
 def _array(tensor: PlacedTensor, shape: tuple[int, ...], memory: Bytes) -> npt.NDArray[Any]:
@@ -137,20 +147,26 @@ def _array(tensor: PlacedTensor, shape: tuple[int, ...], memory: Bytes) -> npt.N
     return memory.view(datatypes.numpy_dtype(tensor.datatype)).reshape(shape)
 
 
-def _run_once(instance: Instance, stream: Stream) -> None:
+def _run_once(instance: Instance, streams: Streams, stream: Stream) -> None:
     """A backend that knows nothing of streams: one response, the final one."""
     datatype = {tensor.name: tensor.datatype for tensor in instance.model.config.input}
     inputs = [
-        Operand(name, datatype[name], tuple(array.shape), _memory(array)) for name, array in stream.inputs.items()
+        Operand(name, datatype.get(name) or datatypes.datatype_of(array.dtype), tuple(array.shape), _memory(array))
+        for name, array in stream.inputs.items()
     ]
     batch = (stream.rows,) if stream.rows else ()
     configured = {tensor.name: tensor for tensor in instance.model.config.output}
     outputs = [
         Operand(name, configured[name].datatype, (*batch, *configured[name].dims), None) for name in stream.outputs
     ]
+    assembly = streams.assembly
+    for state in assembly.states if assembly is not None else ():
+        if state.output_name not in stream.outputs:
+            outputs.append(Operand(state.output_name, state.datatype, (*batch, *state.dims), None))
     binding = bind(instance.runtime, inputs, outputs, stream.parameters)
     binding.run()
-    stream.send(dict(zip(stream.outputs, map(np.asarray, binding.results()), strict=True)), final=True)
+    names = [operand.name for operand in outputs]
+    stream.send(dict(zip(names, map(np.asarray, binding.results()), strict=True)), final=True)
 
 
 def _memory(array: npt.NDArray[Any]) -> Bytes:

@@ -201,7 +201,7 @@ class Branch(Run):
 
     def check(self, step: Request, outputs: Arrays) -> None:
         """Raises InferError for what the step's member cannot send."""
-        check_outputs(self._members[step.slot].config, outputs)
+        check_outputs(self._members[step.slot], outputs)
 
     def respond(self, step: Request, outputs: Arrays) -> None:
         """A member has sent a response. Waits while many bytes of them wait. Raises InferError where too many do."""

@@ -256,6 +256,7 @@ class LoadedModel:
         "streams",
         "timed",
         "uncertain",
+        "unproven",
         "version",
     )
 
@@ -294,6 +295,9 @@ class LoadedModel:
             self.alone = self.immediate = False
         self.copied = frozenset(tensor.name for tensor in config.input if not tensor.zero_copy)
         self.reshapes = reshapes(config)
+        # Outputs of runtimes whose files nobody has read: what they give may be anything.
+        batch = (-1,) if most else ()
+        self.unproven = {tensor.name: (*batch, *tensor.dims) for tensor in config.output if tensor.file_rank < 0}
         # Outputs whose shape only a run tells, whatever a plan says of it.
         self.uncertain = frozenset(
             tensor.name for tensor in config.output if any(symbol.startswith("?") for symbol in tensor.symbols)

@@ -28,7 +28,7 @@ Bytes = npt.NDArray[np.uint8]
 class PlacedTensor:
     """A tensor of a plan on mapped memory."""
 
-    __slots__ = ("_span", "aligned", "datatype", "name", "open", "place", "region", "row_bytes", "shape")
+    __slots__ = ("_span", "aligned", "datatype", "name", "open", "place", "region", "row_bytes", "seen", "shape")
 
     def __init__(self, tensor: PlanTensor, region: Region, place: Placement, batched: bool) -> None:
         spec = tensor.spec
@@ -38,6 +38,7 @@ class PlacedTensor:
         self.region = region
         self.place = place
         self.open = -1 in spec.shape or spec.datatype == "BYTES"
+        self.seen: tuple[int, tuple[int, ...]] = (-1, ())  # rows and shape of the last result that was checked
         item = 1 if spec.datatype == "BYTES" else datatypes.element_size(spec.datatype)
         address = region.bytes.__array_interface__["data"][0] + place.offset
         self.aligned = address % item == 0 and place.stride % item == 0
@@ -188,6 +189,8 @@ def adopt(plan: Plan, model: LoadedModel, signatures: dict[object, object]) -> N
     plan.model = model
     plan.closed = None
     plan.forget_bindings()
+    for tensor in plan.outputs:
+        tensor.seen = (-1, ())
     tensors = (*plan.inputs, *plan.outputs)
     together = (
         model.config.max_batch_size > 1

@@ -39,6 +39,13 @@ class Taker(Protocol):
         """Nobody holds the stream any more."""
 
 
+class States(Protocol):
+    """What keeps the states of the sequence that a request belongs to."""
+
+    def take(self, outputs: Arrays) -> Arrays:
+        """Keep those among what is sent; returns the rest."""
+
+
 @final
 class Stream:
     """A request as a decoupled model sees it (`broker.worker.backends.DecoupledModel`). Any thread may use it.
@@ -48,7 +55,7 @@ class Stream:
     what the model keeps of a request that it has run again (`reschedule`). `parameters`: the request's own.
     """
 
-    __slots__ = ("_answers", "_released", "inputs", "kept", "outputs", "parameters", "request_id", "rows")
+    __slots__ = ("_answers", "_released", "_states", "inputs", "kept", "outputs", "parameters", "request_id", "rows")
 
     def __init__(
         self,
@@ -59,9 +66,11 @@ class Stream:
         rows: int,
         kept: dict[str, Any] | None = None,
         parameters: Mapping[str, Parameter] | None = None,
+        states: States | None = None,
     ) -> None:
         self._answers = answers
         self._released = False
+        self._states = states
         self.kept: dict[str, Any] = {} if kept is None else kept
         self.inputs: Arrays = MappingProxyType(dict(inputs))
         self.outputs = tuple(outputs)
@@ -79,7 +88,8 @@ class Stream:
         self._answers.computed()
 
     def send(self, outputs: Arrays | None = None, *, error: str | Exception = "", final: bool = False) -> None:
-        """Send one response: `outputs`, or an error; `final`: the last one, which may also be empty.
+        """Send one response: `outputs`, or an error; `final`: the last one, which may also be empty. States of the
+        sequence among the outputs (`sequence_batching.state`) are kept for its next step instead.
 
         Copies the arrays. Waits while the client has 16 responses unread, fewer of large ones. Raises InferError for
         outputs that the model does not have or in another datatype, and after the final response.
@@ -90,6 +100,10 @@ class Stream:
             raise InferError(
                 Code.INVALID_ARG, f"a response maps the names of outputs to arrays, got {type(outputs).__name__}"
             )
+        if outputs is not None and self._states is not None:
+            outputs = self._states.take(outputs) or None
+            if not (outputs or error or final):
+                return
         if isinstance(error, Exception) and not isinstance(error, InferError):
             error = InferError(Code.INTERNAL, f"{type(error).__name__}: {error}")
         self._answers.send(outputs, error, final)

@@ -17,7 +17,7 @@ from broker.worker.assembly import Assembly
 from broker.worker.model import Instance
 from shm import statistics
 from shm.admission import Request, Verdict
-from shm.errors import Code, InferError
+from shm.errors import Code
 
 if TYPE_CHECKING:
     from broker.worker.answers import Answers
@@ -41,14 +41,7 @@ class Streams:
     __slots__ = ("_dropped", "_inside", "_live", "again", "assembly", "lock")
 
     def __init__(self, config: ModelConfig) -> None:
-        sequence = config.sequence_batching
-        if sequence is not None and sequence.state:
-            raise InferError(
-                Code.UNSUPPORTED,
-                f"model '{config.name}' is decoupled and has implicit state (sequence_batching.state), which are not "
-                "supported together: which of its responses has the next state?",
-            )
-        self.assembly = Assembly(config) if sequence is not None else None  # for the controls
+        self.assembly = Assembly(config) if config.sequence_batching is not None else None  # for controls and states
         self.lock = threading.Lock()  # for an instant: statistics, which any thread may add to; what is to run again
         self._live: dict[Request, Answers] = {}
         self._inside: dict[Request, Instance] = {}

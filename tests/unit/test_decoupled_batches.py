@@ -77,7 +77,7 @@ class Model:
             threading.Event().wait(0.001)
     def send(self, stream):
         for number in range(6):
-            stream.send({"y": np.array([number], np.int32)})
+            stream.send({"y": np.array([[number, 0]], np.int32)})
             self.sent += 1
         stream.send(final=True)
     def bind(self, inputs, outputs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from broker.worker import binding
 from shm import statistics
 from shm.errors import Code
 from tests.fakes.loaded import Loaded, spec, text_of
@@ -84,3 +85,31 @@ def test_a_binding_that_hangs_can_be_seen(tmp_path, monkeypatch):
         assert started
         assert instance.block[statistics.BATCH] == 0
         assert not instance.longest.get(0)
+
+
+@pytest.mark.parametrize(
+    ("results", "text"),
+    [
+        ("[np.zeros((2, 2), np.int32)]", "output 'y' of model 'm' has the shape [2,2], its configuration says [-1]"),
+        ("[np.int32(7)]", "output 'y' of model 'm' has the shape [], its configuration says [-1]"),
+    ],
+)
+def test_results_of_another_rank_are_an_error_of_the_model(tmp_path, results, text):
+    request, y = gives(tmp_path, results)
+    assert (request.code, text_of(request), y) == (Code.INTERNAL, text, [0, 0])
+
+
+def test_a_shape_is_looked_at_once(tmp_path, monkeypatch):
+    """Until another one comes, or another number of rows."""
+    looks = []
+    monkeypatch.setattr(binding, "check_shape", lambda *what: looks.append(what[2:]))
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    config = CONFIG.replace("max_batch_size: 0", "max_batch_size: 4")
+    (tmp_path / "m" / "config.pbtxt").write_text(config)
+    (tmp_path / "m" / "backend.py").write_text(BACKEND + "[np.zeros((2, 3), np.int32)]")
+    with Loaded(run(tmp_path)) as loaded:
+        memory = loaded.memory()
+        plan = loaded.plan(memory, [spec("x", (2, 4))], [spec("y", (2, -1), "INT32", offset=256, byte_size=64)], rows=2)
+        for rows in (2, 2, 1, 1, 2):
+            loaded.run(loaded.request(plan, rows=rows))
+        assert looks == [((2, 3), 2), ((2, 3), 1), ((2, 3), 2)]

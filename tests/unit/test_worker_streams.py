@@ -369,9 +369,3 @@ def test_a_sequence_s_controls_are_among_the_inputs(tmp_path):
         stream.send(final=True)
         lab.read()
     lab.close()
-
-
-def test_implicit_state_of_a_decoupled_model_is_refused(tmp_path):
-    state = 'state { input_name: "S" output_name: "T" data_type: TYPE_INT32 dims: [ 1 ] }'
-    with pytest.raises(InferError, match="which of its responses has the next state"):
-        Lab(tmp_path, config_text=CONFIG + SEQUENCE.rstrip()[:-1] + state + "}")

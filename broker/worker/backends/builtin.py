@@ -91,7 +91,8 @@ def sums_of(values: npt.NDArray[Any], counts: npt.NDArray[np.int64]) -> npt.NDAr
     """The sum of each row."""
     total = np.concatenate(([0], np.cumsum(values.reshape(-1), dtype=np.int64)))
     ends = np.cumsum(counts)
-    return total[ends] - total[ends - counts]
+    sums: npt.NDArray[np.int64] = total[ends] - total[ends - counts]
+    return sums
 
 
 def store(outputs: list[Operand], values: dict[str, npt.NDArray[Any]]) -> list[npt.NDArray[np.generic]]:

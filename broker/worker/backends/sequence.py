@@ -7,7 +7,7 @@ only.
 from __future__ import annotations
 
 import time
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
