@@ -1,9 +1,11 @@
 """gRPC messages that are still arriving: when memory gets short, the connection that holds most of it is closed.
 
 grpc shows a message when it is whole, and says nothing of what it keeps until then: each stream gets as much window as
-its message needs, so 50 half messages of 200 MiB on one connection took 9.5 GiB. The kernel knows what a connection has
+its message needs, so 10 half messages of 200 MiB on one connection took 1.9 GiB. The kernel knows what a connection has
 received (TCP_INFO), and the front end what of that came out as messages; the rest is arriving, or was given up on the
-way. Nothing is counted while this process is small. Unix sockets, which are the broker's own user's, are not counted.
+way. Compressed messages come out larger than they came in, which could hide others: when memory gets shorter still, it
+is the connection that has sent most. Nothing is counted while this process is small. Unix sockets, which are the
+broker's own user's, are not counted.
 
 Used by `broker.gateway.grpc_server`, on its event loop.
 """
@@ -17,7 +19,7 @@ import os
 import socket
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final, final
 
 from broker.gateway.memory import private_bytes, trim
@@ -27,6 +29,7 @@ MEMORY_SHARE: Final = 2  # of the memory there is this process may have half; fr
 LOOK_S: Final = 0.25
 REST: Final = 4  # looks after a connection was closed: what it held is given back meanwhile
 WORTH: Final = 16 << 20  # bytes that arrive: no connection with less is closed
+AROUND: Final = 256  # bytes that come with a message at most: headers and frames
 _RECEIVED: Final = struct.Struct("128xQ")  # tcpi_bytes_received of Linux's struct tcp_info
 _V4_IN_V6: Final = "::ffff:"
 _log = logging.getLogger(__name__)
@@ -60,7 +63,7 @@ class Arrivals:
     def whole(self, connection: str, size: int) -> None:
         """A message of `size` bytes is here. `connection` as grpc writes it: "ipv4:127.0.0.1:4711"."""
         if self._whole is not None:
-            self._whole[connection] += size
+            self._whole[connection] += size + AROUND
 
     def look(self) -> str:
         """Close a connection if one must be; returns which."""
@@ -76,21 +79,29 @@ class Arrivals:
             self._rest -= self._rest > 0
             if private < self._limit or self._rest:
                 return ""
-            arriving = {name: size - self._before.get(name, 0) - self._whole[name] for name, size in received.items()}
-            worst = max(arriving, key=arriving.__getitem__, default="")
-            if not worst or arriving[worst] < WORTH:
+            worst, size = self._worst(received, hidden=private > self._limit + self._limit // 4)
+            if size < WORTH:
                 return ""
             _log.warning(
-                "memory gets short, %d bytes: the gRPC connection of %s is closed, of whose messages %d bytes were "
-                "still arriving",
+                "memory gets short, %d bytes: the gRPC connection of %s is closed, of which %d bytes were arriving",
                 private,
                 worst,
-                arriving[worst],
+                size,
             )
             with contextlib.suppress(OSError):  # it is closed
                 found[worst].shutdown(socket.SHUT_RDWR)
             self._rest = REST
             return worst
+
+    def _worst(self, received: Mapping[str, int], *, hidden: bool) -> tuple[str, int]:
+        """The connection that has most bytes arriving, and how many. `hidden`: if that is nothing, has sent most."""
+        assert self._whole is not None
+        sent = {name: size - self._before.get(name, 0) for name, size in received.items()}
+        arriving = {name: size - self._whole[name] for name, size in sent.items()}
+        worst = max(arriving, key=arriving.__getitem__, default="")
+        if hidden and arriving.get(worst, 0) < WORTH:
+            worst, arriving = max(sent, key=sent.__getitem__, default=""), sent
+        return worst, arriving.get(worst, 0)
 
     def _look_again(self) -> None:
         loop = asyncio.get_running_loop()
@@ -101,9 +112,10 @@ class Arrivals:
 
 def connections(port: int) -> Iterator[tuple[str, socket.socket]]:
     """This process's TCP connections at a local port, each by its peer and as a socket of one's own."""
+    ours = set()  # one of them may have the number that the listing itself had
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # it was closed meanwhile, or is no connection
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+            if int(name) in ours or not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
             found = socket.socket(fileno=os.dup(int(name)))
             try:
@@ -112,6 +124,7 @@ def connections(port: int) -> Iterator[tuple[str, socket.socket]]:
             except OSError:
                 peer = ""
             if peer:
+                ours.add(found.fileno())
                 yield peer, found
             else:
                 found.close()
