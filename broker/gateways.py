@@ -22,7 +22,7 @@ from typing import Protocol, final
 
 import msgspec
 
-from broker.gateway.options import SOCKETS, GatewayOptions, LogOptions, TraceSetting, TraceTable
+from broker.gateway.options import SOCKETS, GatewayOptions, LogOptions, TraceSetting
 from broker.gateway_flags import listeners
 from broker.records import Peer
 from broker.supervision import BackOff
@@ -330,7 +330,7 @@ class _Gateway:
 
     def trace(self, model: str, settings: dict[str, TraceSetting]) -> None:
         """What it traces from now on, and its successors."""
-        table = TraceTable(file=self.options.trace.file, settings=settings)
+        table = msgspec.structs.replace(self.options.trace, settings=settings)
         self.options = msgspec.structs.replace(self.options, trace=table)
         if self._session is not None:
             self._session.send(Tracing(model=model, settings=settings))

@@ -7,6 +7,7 @@ nothing. Names that Triton does not know are ignored, as it does. Gateways are t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, final
 
@@ -56,10 +57,11 @@ class TraceState:
     every change: of which model, "" of the global ones, and what all of them are now.
     """
 
-    __slots__ = ("_defaults", "_global", "_models", "_trace_file", "apply")
+    __slots__ = ("_began", "_defaults", "_global", "_models", "_trace_file", "apply")
 
     def __init__(self, trace_file: str = "", initial: Mapping[str, str | list[str]] | None = None) -> None:
         self._trace_file = trace_file
+        self._began = time.time_ns()
         self._defaults = {**_DEFAULTS, **(initial or {})}
         self._global: dict[str, str | list[str]] = {}
         self._models: dict[str, dict[str, str | list[str]]] = {}
@@ -68,7 +70,7 @@ class TraceState:
     def table(self) -> TraceTable:
         """What gateways have to know."""
         settings = {name: {**self._defaults, **self._global, **own} for name, own in {**self._models, "": {}}.items()}
-        return TraceTable(file=self._trace_file, settings=settings)
+        return TraceTable(file=self._trace_file, began=self._began, settings=settings)
 
     def of(self, model: str) -> dict[str, str | list[str]]:
         """The settings of `model`, "": the global ones."""

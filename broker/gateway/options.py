@@ -53,9 +53,12 @@ TraceSetting = dict[str, str | list[str]]  # all of Triton's trace settings but 
 
 
 class TraceTable(msgspec.Struct, frozen=True, kw_only=True):
-    """What is traced: `settings` by model, "" of all others. `file` "": none."""
+    """What is traced: `settings` by model, "" of all others. `file` "": none. `began`: when the broker did, in ns of
+    the clock that files have; what a gateway finds that is younger was written by the one that it replaces.
+    """
 
     file: str = ""
+    began: int = 0
     settings: dict[str, TraceSetting] = {}
 
 

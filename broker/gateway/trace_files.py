@@ -1,7 +1,8 @@
 """Trace files: JSON arrays that are whole after every write, written by a thread of their own.
 
 With `log_frequency`, or a `trace_count`, each file has so many traces and the name PATH.0, PATH.1, …; else all go to
-PATH. Files are made, and emptied, when their first trace comes. Used by `broker.gateway.tracing`.
+PATH. Files are made, and emptied, when their first trace comes; a gateway that replaces another one goes on with what
+that one left. Used by `broker.gateway.tracing`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import stat
 import threading
 import time
 from typing import Final, Protocol, final
@@ -46,14 +48,20 @@ class NumberedPart:
 class TraceFiles:
     """All files of one path. `put` may be called from one thread."""
 
-    def __init__(self, path: str, waiting: int = WAITING) -> None:
+    def __init__(self, path: str, began: int, waiting: int = WAITING) -> None:
+        """Files that were written after `began`, in their own clock's ns, are kept."""
         self.path = path
+        self._began = began
         self._queue: queue.Queue[tuple[Text, Part] | None] = queue.Queue(waiting)
         self._thread: threading.Thread | None = None
         self._whole: _File | None = None
         self._next = 0  # the number of a file
         self._dropped = 0
         self._complained = 0.0
+
+    def goes_on(self) -> bool:
+        """Is there something of a gateway before?"""
+        return any(_is_kept(path, self._began) for path in (self.path, f"{self.path}.0"))
 
     def part(self) -> NumberedPart:
         """What traces of a new setting go to."""
@@ -91,13 +99,15 @@ class TraceFiles:
     def _write(self, text: bytes, part: Part) -> None:
         if not part.per_file:
             if self._whole is None:
-                self._whole = _File(self.path)
+                self._whole = _File(self.path, self._began)
             self._whole.append(text)
             return
         numbered = part.part
         if numbered.file is None:
-            number, self._next = self._next, self._next + 1
-            numbered.file, numbered.traces = _File(f"{self.path}.{number}"), 0
+            while _is_kept(f"{self.path}.{self._next}", self._began):
+                self._next += 1
+            numbered.file, numbered.traces = _File(f"{self.path}.{self._next}", self._began), 0
+            self._next += 1
         numbered.file.append(text)
         numbered.traces += 1
         if numbered.traces >= part.per_file:
@@ -110,14 +120,27 @@ class TraceFiles:
             _log.error("%s", text)
 
 
+def _is_kept(path: str, began: int) -> bool:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_size > 0 and found.st_mtime_ns >= began
+
+
 @final
 class _File:
     """One array. Closed when it is let go."""
 
-    def __init__(self, path: str) -> None:
-        self._size = 0
+    def __init__(self, path: str, began: int) -> None:
         self._fd = -1
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOCTTY, 0o640)
+        keep = _is_kept(path, began)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOCTTY
+        self._fd = os.open(path, flags if keep else flags | os.O_TRUNC, 0o640)
+        self._size = os.fstat(self._fd).st_size if keep else 0
+        if keep and os.pread(self._fd, 1, self._size - 1) != b"]":  # no array to go on with
+            os.ftruncate(self._fd, 0)
+            self._size = 0
 
     def append(self, text: bytes) -> None:
         """Put it before the closing bracket. Raises OSError, and the file is as it was."""

@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from broker.gateway import trace_files
@@ -24,10 +26,11 @@ OFF: TraceSetting = {"trace_level": ["OFF"], "trace_rate": "1", "trace_count": "
 ON = OFF | {"trace_level": ["TIMESTAMPS"]}
 
 
-def traces(tmp_path: Path, index: int = 0, **settings: TraceSetting) -> Traces:
+def traces(tmp_path: Path, index: int = 0, began: int | None = None, **settings: TraceSetting) -> Traces:
     """`settings` by model; `all`: the global ones."""
     table = {"" if name == "all" else name: setting for name, setting in settings.items()}
-    return Traces(TraceTable(file=str(tmp_path / "t"), settings=table), index)
+    began = time.time_ns() if began is None else began
+    return Traces(TraceTable(file=str(tmp_path / "t"), began=began, settings=table), index)
 
 
 def sampled(of: Traces, model: str, count: int) -> list[int]:
@@ -164,7 +167,7 @@ class Whole:
 
 
 def test_a_slow_disk_loses_traces_and_holds_nobody_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    files, gate = TraceFiles(str(tmp_path / "t"), waiting=3), threading.Event()
+    files, gate = TraceFiles(str(tmp_path / "t"), 0, waiting=3), threading.Event()
     for number in range(20):
         files.put(Said(str(number), gate), Whole())
     gate.set()
@@ -188,7 +191,7 @@ def test_a_file_is_whole_after_every_write(tmp_path: Path, monkeypatch: pytest.M
         return pwrite(fd, data, position)
 
     monkeypatch.setattr(trace_files.os, "pwrite", bad)
-    files, said = TraceFiles(str(tmp_path / "t")), []
+    files, said = TraceFiles(str(tmp_path / "t"), 0), []
     for number, mishap in enumerate(([], [True], [False], [True, False], [])):
         fails[:] = mishap
         text = str(number) * 3
@@ -206,12 +209,32 @@ def test_a_file_that_cannot_be_made_is_said_in_the_log(tmp_path: Path, caplog: p
     assert record.getMessage().startswith("failed creating trace file: [Errno 2] No such file")
 
 
+def test_a_gateway_that_is_replaced_loses_no_traces(tmp_path: Path) -> None:
+    began = time.time_ns()
+    (tmp_path / "t").write_text("[of a broker before]")
+    os.utime(tmp_path / "t", ns=(0, began - 10**9))
+    began -= 10**8  # files' clock is a coarse one
+    for _ in range(3):
+        of = traces(tmp_path, began=began, all=ON, m=ON | {"log_frequency": "2"})
+        sampled(of, "n", 2)
+        sampled(of, "m", 3)
+        of.close()
+    assert models(tmp_path / "t") == ["n"] * 6
+    assert [models(tmp_path / f"t.{number}") for number in range(6)] == [["m"] * 2, ["m"]] * 3
+    found = [read(path) for path in tmp_path.iterdir()]
+    assert len({each["id"] for file in found for each in file}) == 15
+    other = traces(tmp_path, began=time.time_ns() + 10**9, all=ON)
+    sampled(other, "new", 1)
+    other.close()
+    assert models(tmp_path / "t") == ["new"], "another broker begins anew"
+
+
 def test_gateways_are_told_of_changes() -> None:
     told: list[Any] = []
     state = TraceState("t", {"trace_level": ["TIMESTAMPS"]})
     state.apply = lambda model, settings: told.append((model, settings))
     default = {"trace_level": ["TIMESTAMPS"], "trace_rate": "1000", "trace_count": "-1", "log_frequency": "0"}
-    assert state.table() == TraceTable(file="t", settings={"": default})
+    assert msgspec.structs.replace(state.table(), began=0) == TraceTable(file="t", settings={"": default})
     state.update("m", {})
     state.update("m", {"unknown": "1"})
     assert told == []
