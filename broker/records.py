@@ -124,6 +124,7 @@ def add_region(entry: RegionEntry) -> AddRegion:
         inode=entry.inode,
         writable=entry.writable,
         cuda=entry.cuda,
+        owner=entry.session,
     )
 
 

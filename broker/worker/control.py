@@ -36,6 +36,7 @@ from shm.statistics import StatisticsPage
 from shm.worker_channel import WorkerChannel
 
 STOPPING = (Code.UNAVAILABLE, "Server is stopping, scheduler for model has stopped accepting new inference requests")
+NO_GPU = 72  # exit status of a worker whose GPU is gone
 LOOK_MS = 5  # how often waits are looked at while there are any
 _now = time.monotonic_ns
 
@@ -52,7 +53,8 @@ class Control:
         self._loop = Loop(own_block, self._report_broken, self._watch_fd)
         if start.rate_limit is not None:
             self._loop.scheduler.limiter = RateLimiter(start.rate_limit)
-        self._regions = RegionTable()
+        device = _device_of(start.worker)
+        self._regions = RegionTable(device)
         self._crowds = Crowds(self._loop.live_requests)
         self._leaving: list[Plan] = []  # closed plans whose memory is let go when their last request has ended
         self._retired: list[Region] = []  # retired regions that requests still use, as the broker was told
@@ -67,7 +69,7 @@ class Control:
             lambda: to_broker.send(messages.WantSession()),
             lambda session, model: to_broker.send(messages.Offence(session=session, model=model)),
         )
-        self._models = ModelTable(self._loop, cache, self._elsewhere)
+        self._models = ModelTable(self._loop, cache, self._elsewhere, device)
         self._waits: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         self._load_threads = LoadThreads()
         self._threads = 0
@@ -200,7 +202,7 @@ class Control:
         return [plan for plans in list(self._plans.values()) for plan in list(plans.values())]
 
     def _on_AddRegion(self, message: messages.AddRegion, fds: list[int]) -> bool:
-        self._regions.add(message, fds[0])
+        self._regions.add(message, fds[0] if fds else -1)
         return True
 
     def _on_RetireRegion(self, message: messages.RetireRegion, fds: list[int]) -> bool:
@@ -216,6 +218,7 @@ class Control:
         if self._leaving:
             self._let_go()
         if not any(plan.names(region) for plan in self._leaving):
+            region.close()
             return True
         self._retired.append(region)
         self._acknowledge(message.id, messages.IN_USE)
@@ -279,6 +282,7 @@ class Control:
             if any(plan.names(region) for plan in self._leaving):
                 self._retired.append(region)
             else:
+                region.close()
                 self._link.send(messages.RegionIdle(region=region.info.region, generation=region.info.generation))
 
     # --- channels -----------------------------------------------------------------------------------------------
@@ -363,6 +367,22 @@ class Control:
     def _is_relay(self) -> bool:
         """May steps of other workers' ensembles come, for ensembles here with members elsewhere?"""
         return any(plan.step and plan.model is not None and plan.model.config.remote for plan in self._all_plans())
+
+
+def _device_of(worker: str) -> str:
+    """The UUID of the GPU that a worker of this key is for. "" on the CPU, which imports nothing of CUDA.
+
+    Ends the process if there is no such GPU any more.
+    """
+    if not worker.startswith("gpu"):
+        return ""
+    from broker.worker.cuda.windows import own_device
+
+    try:
+        return own_device(worker)
+    except InferError as error:
+        print(error.message, file=sys.stderr, flush=True)
+        os._exit(NO_GPU)
 
 
 def _full(error: BaseException) -> bool:

@@ -36,6 +36,14 @@ def run_batch(instance: Instance, requests: list[Request], rows: Sequence[Row] =
     model that raises has failed: running it again could take a step twice.
     """
     instance.flush()  # in time, because whoever runs it next may be another thread
+    runner = instance.model.runner
+    if runner is not None:
+        runner.run(instance, requests, rows, _run)
+    else:
+        _run(instance, requests, rows)
+
+
+def _run(instance: Instance, requests: list[Request], rows: Sequence[Row]) -> None:
     now = _now()
     streams = instance.model.streams
     if streams is not None:

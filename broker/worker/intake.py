@@ -18,7 +18,7 @@ def take_in(requests: list[Request]) -> list[Request]:
         plan = request.plan
         assert isinstance(plan, Plan)
         model = plan.model
-        if model is not None and model.cached is not None and model.cached.answer(request):
+        if model is not None and model.cached is not None and not plan.windows and model.cached.answer(request):
             answered.append(request)
         elif model is not None and model.ensemble is not None:
             model.ensemble.begin(request)

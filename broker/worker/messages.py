@@ -86,6 +86,7 @@ class AddRegion(LinkMessage, frozen=True, kw_only=True, tag=True):
     inode: int
     writable: bool
     cuda: CudaMemory | None = None
+    owner: int = 0  # the session that registered it: what it frees is looked for among its own
 
 
 class RetireRegion(LinkMessage, frozen=True, kw_only=True, tag=True):

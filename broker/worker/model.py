@@ -41,6 +41,7 @@ from shm.parameters import Parameter
 
 if TYPE_CHECKING:
     from broker.worker.cached import Cached
+    from broker.worker.cuda.execute import CudaRunner
     from broker.worker.ensemble import Ensemble
     from broker.worker.streams import Streams
 
@@ -240,6 +241,7 @@ class LoadedModel:
         "config",
         "copied",
         "count",
+        "device",
         "ensemble",
         "files",
         "free",
@@ -252,6 +254,7 @@ class LoadedModel:
         "reads_parameters",
         "reshapes",
         "resting",
+        "runner",
         "shares",
         "streams",
         "timed",
@@ -260,8 +263,9 @@ class LoadedModel:
         "version",
     )
 
-    def __init__(self, config: ModelConfig, version: int, generation: int) -> None:
+    def __init__(self, config: ModelConfig, version: int, generation: int, device: str = "") -> None:
         self.config = config
+        self.device = device
         self.version = version
         self.generation = generation
         self.instances: list[Instance] = []
@@ -283,6 +287,7 @@ class LoadedModel:
         self.reads_parameters = False  # of requests: only those with equal ones run together
         self.pins = 0  # runs of ensembles that are going to use it, or are at it; under the model table's lock
         self.streams: Streams | None = None
+        self.runner: CudaRunner | None = None  # of its batches, once it has to do with GPUs
         self.shares = 0  # since all that waits was last given to one instance
         most = config.max_batch_size
         self._may_share = self.immediate and batching is not None and batching.preferred_batch_size in ((), (most,))
@@ -332,16 +337,25 @@ class LoadedModel:
             return 0
         return part
 
+    def reach_gpus(self) -> None:
+        """It is on a GPU, or clients' memory is: its batches are for `broker.worker.cuda.execute` from here on."""
+        if self.runner is None:
+            from broker.worker.cuda.execute import CudaRunner
+
+            self.runner = CudaRunner()
+
     def load(self, backend: Backend, directory: str, blocks: list[memoryview]) -> None:
         """Load and warm up every instance. Raises InferError, or whatever the backend raises."""
         places = iter(blocks)
         for group in self.config.instance_group:
             for number in range(group.count):
                 name = f"{group.name}_{number}"
-                context = Context(self.config, self.version, directory, group, name)
+                context = Context(self.config, self.version, directory, group, name, self.device)
                 instance = Instance(self, name, load_instance(backend, context), next(places), len(self.instances))
                 self.instances.append(instance)
                 self.reads_parameters = reads_parameters(instance.runtime)
+                if getattr(instance.runtime, "lane", None) is not None:
+                    self.reach_gpus()
                 warm_up(self.config, instance.runtime, self.shape)
         self.free = list(self.instances)
 
@@ -391,6 +405,8 @@ class LoadedModel:
             self.cached.close()
         if self.ensemble is not None:
             self.ensemble.close()
+        if self.runner is not None:
+            self.runner.close()
         for instance in self.instances:
             instance.close()
 

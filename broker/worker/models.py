@@ -36,8 +36,12 @@ class ModelTable:
     `lock` also guards whether a plan is open and simple: a load must not open again what the control thread closes.
     """
 
-    def __init__(self, loop: Loop, cache: ResponseCache | None = None, elsewhere: Elsewhere | None = None) -> None:
+    def __init__(
+        self, loop: Loop, cache: ResponseCache | None = None, elsewhere: Elsewhere | None = None, device: str = ""
+    ) -> None:
+        """`device`: the UUID of the worker's GPU, "" on the CPU."""
         self._loop = loop
+        self._device = device
         self._cache = cache
         self._elsewhere = elsewhere  # the way to members in other workers
         self.lock = threading.Lock()
@@ -86,7 +90,7 @@ class ModelTable:
             resizing.resize(old, config, blocks, self._loop)
             old.generation = message.generation
             return old
-        model = LoadedModel(config, message.version, message.generation)
+        model = LoadedModel(config, message.version, message.generation, self._device)
         model.files = files
         directory = config.versions.get(message.version)
         if directory is None:
@@ -258,4 +262,6 @@ def _fits(plan: Plan, model: LoadedModel) -> bool:
 
     Steps of ensembles in this worker are not checked by the broker, and name no interface.
     """
-    return plan.interface in ("", model.config.interface)
+    return not plan.interface or (
+        plan.interface == model.config.interface and plan.rows <= model.config.max_batch_size
+    )

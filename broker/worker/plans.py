@@ -110,6 +110,7 @@ class Plan:
         "simple",
         "step",
         "version",
+        "windows",
     )
 
     def __init__(self, message: BindPlan, regions: RegionTable, crowds: Crowds) -> None:
@@ -134,6 +135,8 @@ class Plan:
         self.inputs = tuple(_placed(t, regions, message.input_positions, False, message) for t in message.inputs)
         self.outputs = tuple(_placed(t, regions, message.output_positions, True, message) for t in message.outputs)
         self.shared = tuple({t.region for t in (*self.inputs, *self.outputs) if t.region.info.kind == "system"})
+        tensors = (*self.inputs, *self.outputs)
+        self.windows = tuple({t.region.gpu for t in tensors if t.region.gpu is not None})  # memory of GPUs
         self.crowds = crowds
         self.crowded = False
         self.bindings: dict[tuple[int, int, int, int], Any] = {}  # Execution, by instance number, positions, rows
@@ -160,7 +163,7 @@ class Plan:
 
     def simplify(self) -> None:
         """Decide again whether admission may skip everything but the busy flag."""
-        self.simple = not (self.closed or self.crowded)
+        self.simple = not (self.closed or self.crowded or self.windows)
 
     def changed_size(self) -> str:
         """The name of a system region of this plan that was truncated, or ""."""
@@ -182,6 +185,7 @@ class Plan:
         self.forget_bindings()
         self.inputs = self.outputs = ()
         self.shared = ()
+        self.windows = ()
 
 
 def adopt(plan: Plan, model: LoadedModel, signatures: dict[object, object]) -> None:
@@ -214,7 +218,23 @@ def adopt(plan: Plan, model: LoadedModel, signatures: dict[object, object]) -> N
         and not any(t.name in model.copied for t in plan.inputs)
         and not any(t.open or not t.aligned or t.place.stride != t.place.byte_size for t in tensors)
     )
+    if plan.windows:
+        plan.closed = _off_limits(plan, model)
+        if plan.closed is None:
+            model.reach_gpus()
     plan.simplify()
+
+
+def _off_limits(plan: Plan, model: LoadedModel) -> Verdict | None:
+    """Kinds of models that work with their clients' memory in more than one go: GPU memory is not for them."""
+    if model.ensemble is not None:
+        return Code.UNSUPPORTED, f"ensemble '{model.name}' cannot use GPU memory: use create_region()"
+    if model.streams is not None and any(tensor.region.gpu is not None for tensor in plan.outputs):
+        return (
+            Code.UNSUPPORTED,
+            f"model '{model.name}' is decoupled: its responses cannot be written to GPU memory, use create_region()",
+        )
+    return None
 
 
 def _placed(tensor: PlanTensor, regions: RegionTable, positions: int, output: bool, message: BindPlan) -> PlacedTensor:

@@ -1,13 +1,16 @@
 """The regions this worker has mapped, by (region, generation).
 
 A region is dropped from the table when it is retired; its mapping goes with the last plan, binding or running batch
-that still refers to it, so memory in use cannot be unmapped and nothing has to be counted.
+that still refers to it, so memory in use cannot be unmapped and nothing has to be counted. GPU memory is not mapped:
+it is closed when no plan names it any more (`Region.close`). CUDA is imported with the first region that needs it.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
-from typing import final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, final
 
 import msgspec
 import numpy as np
@@ -16,18 +19,26 @@ import numpy.typing as npt
 from broker.worker.messages import AddRegion
 from shm.regions import MappedMemory, shrunk
 
+if TYPE_CHECKING:
+    from broker.worker.cuda.windows import Window, Windows
+
+MAP_NORESERVE = 0x4000  # <sys/mman.h>: pages are counted when they are used, which may be never
+
 
 @final
 class Region:
     """One mapped region. `bytes` is exactly the registered window, whatever its offset in the file.
 
-    `used`: a request ran on it since the broker last asked; kept for system regions only.
+    `used`: a request ran on it since the broker last asked; kept for system regions only. `gpu`: it is memory of a GPU;
+    `bytes` is then the host's, a mirror for models that run there (`broker.worker.cuda.execute`).
     """
 
-    __slots__ = ("_fd", "bytes", "file_size", "info", "retired", "used")
+    __slots__ = ("_fd", "_unpin", "bytes", "file_size", "gpu", "info", "retired", "used")
 
     def __init__(self, info: AddRegion, fd: int) -> None:
         self._fd = -1
+        self._unpin: Callable[[], None] | None = None
+        self.gpu: Window | None = None
         self.info = info
         memory = MappedMemory(fd, info.offset, info.byte_size, info.writable)
         self.bytes: npt.NDArray[np.uint8] = memory.bytes
@@ -42,15 +53,24 @@ class Region:
     @classmethod
     def private(cls, byte_size: int) -> Region:
         """Memory of this process alone, for what goes from one step of an ensemble to the next."""
-        region = cls.__new__(cls)
-        region._fd = -1
-        region.info = AddRegion(
+        info = AddRegion(
             id=0, region=0, generation=0, name="", kind="private", byte_size=byte_size, offset=0, file_size=byte_size,
             device=0, inode=0, writable=True,
         )  # fmt: skip
+        return cls._made(info, np.empty(byte_size, np.uint8), None)
+
+    @classmethod
+    def on_gpu(cls, info: AddRegion, window: Window) -> Region:
+        """Memory of a GPU. The mirror takes no memory of the host before something is copied there."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        return cls._made(info, np.frombuffer(mmap.mmap(-1, info.byte_size, flags=flags), np.uint8), window)
+
+    @classmethod
+    def _made(cls, info: AddRegion, memory: npt.NDArray[np.uint8], window: Window | None) -> Region:
+        region = cls.__new__(cls)
+        region._fd, region._unpin, region.gpu = -1, None, window
+        region.info, region.bytes, region.file_size = info, memory, info.file_size
         region.retired = region.used = False
-        region.file_size = byte_size
-        region.bytes = np.empty(byte_size, np.uint8)
         return region
 
     def grow(self, byte_size: int) -> None:
@@ -79,28 +99,54 @@ class Region:
             return self.bytes[start : start + size].data
         return os.pread(self._fd, size, self.info.offset + start)
 
+    def pin(self, ordinal: int) -> None:
+        """Let a GPU copy to and from it by itself, if it can be pinned."""
+        from broker.worker.cuda.pinned import pin
+
+        self._unpin = pin(self.bytes, ordinal, writable=self.info.writable)
+
+    def close(self) -> None:
+        """No plan names it any more, and no request runs on it: GPU memory is closed, other memory goes by itself."""
+        if self.gpu is not None:
+            self.gpu.close()
+
     def __del__(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
+        if self._unpin is not None:
+            self._unpin()
 
 
 @final
 class RegionTable:
-    """Every region that may be named by a new plan."""
+    """Every region that may be named by a new plan. `device`: the UUID of the worker's GPU, "" on the CPU."""
 
-    __slots__ = ("_regions",)
+    __slots__ = ("_device", "_regions", "_windows")
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "") -> None:
         self._regions: dict[tuple[int, int], Region] = {}
+        self._device = device
+        self._windows: Windows | None = None
 
     def __len__(self) -> int:
         return len(self._regions)
 
     def add(self, info: AddRegion, fd: int) -> None:
-        """Map it; the descriptor stays the caller's. A second time does nothing."""
+        """Map it, or open it on its GPU; the descriptor stays the caller's. A second time does nothing."""
         key = info.region, info.generation
-        if key not in self._regions:
+        if key in self._regions:
+            return
+        if info.cuda is None and not self._device:
             self._regions[key] = Region(info, fd)
+            return
+        from broker.worker.cuda.windows import Windows
+
+        self._windows = self._windows or Windows(self._device)
+        if info.cuda is not None:
+            self._regions[key] = Region.on_gpu(info, self._windows.open(info, fd))
+        else:
+            self._regions[key] = Region(info, fd)
+            self._regions[key].pin(self._windows.ordinal)
 
     def hold(self, number: int, region: Region) -> None:
         """Name a region that is mapped already, for a step of an ensemble."""

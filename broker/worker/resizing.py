@@ -62,7 +62,7 @@ def resize(model: LoadedModel, config: ModelConfig, blocks: list[memoryview], lo
         for index in missing:
             group, name = names[index]
             directory = config.versions[model.version]
-            context = backends.Context(config, model.version, directory, group, name)
+            context = backends.Context(config, model.version, directory, group, name, model.device)
             runtime = backends.load_instance(backends.find(config), context)
             added.append(Instance(model, name, runtime, blocks[index], index))
             warm_up(config, runtime, model.shape)

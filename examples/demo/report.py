@@ -49,6 +49,7 @@ REASONS = {
     "output": "outputs whose size only running the model tells",
     "policy": "inputs that the model's first operators must not read in shared memory",
     "align": "tensors at an address that is no multiple of their element size",
+    "transfer": "tensors between the host and a GPU",
 }
 
 

@@ -224,7 +224,8 @@ class IExecutionContext:
         if engine._fault == "refuse":
             return self._error("IExecutionContext::enqueueV3: Error Code 1: an error that was asked for")
         if engine._fault == "sticky":  # as a kernel that writes to an illegal address: noticed later
-            call("cuMemcpyDtoDAsync", self._addresses["OUTPUT0"], 1 << 20, 16, stream)
+            output = self._addresses["OUTPUT0"]
+            call("cuMemcpyDtoDAsync", output, output + (4 << 30), 16, stream)
             return True
         self._kept.clear()
         inputs = {name: self._fetch(name, stream) for name in engine._inputs}

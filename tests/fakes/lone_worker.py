@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -48,14 +48,14 @@ def load_message(config: ModelConfig, blocks: tuple[int, ...], generation: int) 
 class LoneWorker:
     """One worker process. A context manager: it is killed at the end, unless it has left by itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: str = "cpu/test", environ: Mapping[str, str] = os.environ) -> None:
         self.page = StatisticsPage.create()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.link = ours
         self.process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM.format(theirs.fileno())],
             pass_fds=[theirs.fileno()],
-            env={**os.environ, "TENSORBROKER_DEBUG": "1"},  # its /proc entries may be read
+            env={**environ, "TENSORBROKER_DEBUG": "1"},  # its /proc entries may be read
             preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
         )
         theirs.close()
@@ -66,7 +66,7 @@ class LoneWorker:
         self._numbers = iter(range(1, 1 << 30))
         self._blocks = iter(range(1, 512))
         self._channels = iter(range(1, 1 << 30))
-        self.send(messages.Start(worker="cpu/test", broker_pid=os.getpid(), block=0), self.page.fd)
+        self.send(messages.Start(worker=key, broker_pid=os.getpid(), block=0), self.page.fd)
         self._read()
 
     # --- the link -----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Final, final
 from broker.worker.backends import OnGpu, Operand
 from broker.worker.cuda.streams import Bytes, Lane
 from shm import datatypes
-from shm.cuda.driver import Context, call, make_current
+from shm.cuda.driver import OUT_OF_MEMORY, Context, CudaError, attempt, call, make_current
 from shm.errors import Code, InferError
 
 ALIGNMENT: Final = 256  # bytes: what runtimes expect of a tensor's address, and what the driver's allocations begin at
@@ -19,7 +19,7 @@ ALIGNMENT: Final = 256  # bytes: what runtimes expect of a tensor's address, and
 
 @final
 class DeviceBuffer:
-    """GPU memory that is freed with its last reference. Raises CudaError UNAVAILABLE when there is none left."""
+    """GPU memory that is freed with its last reference. Raises InferError UNAVAILABLE when there is none left."""
 
     __slots__ = ("_ordinal", "pointer", "size")
 
@@ -27,7 +27,16 @@ class DeviceBuffer:
         self.pointer = 0
         self._ordinal, self.size = ordinal, max(byte_size, 1)  # a tensor without elements has an address, too
         make_current(ordinal)
-        self.pointer = int(call("cuMemAlloc", self.size))
+        try:
+            self.pointer = int(call("cuMemAlloc", self.size))
+        except CudaError as error:
+            if error.number != OUT_OF_MEMORY:
+                raise
+            free, total = attempt("cuMemGetInfo") or (0, 0)
+            raise InferError(
+                Code.UNAVAILABLE,
+                f"the GPU has no {self.size} bytes left for this request: {free} of {total} bytes are free",
+            ) from None
 
     def __del__(self) -> None:
         if self.pointer:

@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from broker.worker.backends import OnGpu
 from shm.cuda.driver import Context, CudaError, Device, attempt, call, make_current
+from shm.cuda.sync import Stream
 
 Bytes = npt.NDArray[np.uint8]
-NON_BLOCKING: Final = 1  # CU_STREAM_NON_BLOCKING: never waits for the default stream, which others may use
 DISABLE_TIMING: Final = 2  # CU_EVENT_DISABLE_TIMING
 STICKY_EXIT: Final = 71  # exit status of a worker that has lost its context
 
@@ -28,21 +28,31 @@ def address(array: npt.NDArray[Any]) -> int:
     return found
 
 
+def end_if_lost(error: CudaError, where: str) -> None:
+    """End this process if its context is lost: nothing of CUDA would work in it again.
+
+    Its replacement runs once more what may run twice, as after any death.
+    """
+    if error.sticky:
+        print(f"{where}: {error.message}: the CUDA context is lost; this worker ends", file=sys.stderr, flush=True)
+        os._exit(STICKY_EXIT)
+
+
 @final
 class Lane:
-    """Work in order on one GPU. What is enqueued has happened when `finish` returns, not before.
+    """Work in order on one GPU. What is enqueued has happened when `finish` returns, not before. `stream`: its address.
 
     Its methods make the GPU's context current for the calling thread where it is not, and leave it so.
     """
 
-    __slots__ = ("_done", "_stream", "device", "stream")
+    __slots__ = ("_done", "device", "order", "stream")
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.enter()
-        self._stream = call("cuStreamCreate", NON_BLOCKING)
+        self.order = Stream()
+        self.stream = self.order.handle
         self._done = call("cuEventCreate", DISABLE_TIMING)
-        self.stream = int(self._stream)
 
     def enter(self) -> None:
         """Before anything else on a thread: contexts are current per thread."""
@@ -50,19 +60,19 @@ class Lane:
 
     def copy_in(self, to: int, source: Bytes) -> None:
         """Host to GPU. `source` is read until `finish`; at once where it is not pinned, by most drivers."""
-        call("cuMemcpyHtoDAsync", to, address(source), source.size, self._stream)
+        call("cuMemcpyHtoDAsync", to, address(source), source.size, self.stream)
 
     def copy_out(self, to: Bytes, source: int) -> None:
         """GPU to host, to.size bytes."""
-        call("cuMemcpyDtoHAsync", address(to), source, to.size, self._stream)
+        call("cuMemcpyDtoHAsync", address(to), source, to.size, self.stream)
 
     def copy(self, to: int, source: int, byte_size: int) -> None:
         """Within the GPU."""
-        call("cuMemcpyDtoDAsync", to, source, byte_size, self._stream)
+        call("cuMemcpyDtoDAsync", to, source, byte_size, self.stream)
 
     def finish(self) -> None:
         """Return when the GPU has done everything. Raises CudaError for what went wrong meanwhile."""
-        call("cuEventRecord", self._done, self._stream)
+        call("cuEventRecord", self._done, self.stream)
         call("cuEventSynchronize", self._done)
 
     def fetch(self, place: OnGpu) -> Bytes:
@@ -74,24 +84,14 @@ class Lane:
         return data
 
     def check(self) -> None:
-        """After a failure: is the GPU's context still good? Ends the process if not; nothing of CUDA would work again.
-
-        Its replacement runs once more what may run twice, as after any death.
-        """
+        """After a failure: is the GPU's context still good? See `end_if_lost`."""
         try:
-            call("cuStreamSynchronize", self._stream)
+            self.order.synchronize()
         except CudaError as error:
-            if error.sticky:
-                print(
-                    f"{self.device.name} ({self.device.uuid}): {error.message}: the CUDA context is lost, this worker "
-                    "ends and is replaced",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                os._exit(STICKY_EXIT)
+            end_if_lost(error, f"{self.device.name}, {self.device.uuid}")
 
     def close(self) -> None:
         """Nothing is under way on it. From any thread."""
         with Context(self.device.ordinal):
             attempt("cuEventDestroy", self._done)
-            attempt("cuStreamDestroy", self._stream)
+            self.order.close()

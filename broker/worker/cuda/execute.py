@@ -1,0 +1,165 @@
+"""Runs batches that have to do with GPUs: models on a GPU, and models on the CPU whose clients' memory is on one.
+
+`broker.worker.execute.run_batch` hands them over (`LoadedModel.runner`). What is a run's own is in two halves:
+
+    a model on a GPU        `gpu_runs`: in place, or rows gathered on the GPU, which for host memory is the copy there
+    everything else         regions are mirrored on the host: copied in, run as ever, copied out (`_Staged`)
+
+A completion is published after this returns, so after the GPU has done everything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import final
+
+from broker.worker.assembly import Row
+from broker.worker.cuda.gpu_runs import Batches, run_alone, run_together
+from broker.worker.cuda.streams import Lane, end_if_lost
+from broker.worker.model import Instance
+from broker.worker.plans import PlacedTensor, Plan
+from broker.worker.running import fail
+from shm.admission import Request
+from shm.cuda.driver import CudaError, devices
+
+OnHost = Callable[[Instance, list[Request], Sequence[Row]], None]
+_now = time.monotonic_ns
+
+
+@final
+class CudaRunner:
+    """Of one loaded model. Each instance is run by one thread at a time."""
+
+    __slots__ = ("_batches", "_lanes")
+
+    def __init__(self) -> None:
+        self._lanes: dict[tuple[int, int], Lane] = {}  # of instances on the CPU: by instance and GPU
+        self._batches: dict[int, Batches] = {}  # of those on a GPU
+
+    def run(self, instance: Instance, requests: list[Request], rows: Sequence[Row], on_host: OnHost) -> None:
+        """Run them: every request gets its ending. `on_host` runs a batch whose memory is the host's."""
+        now = _now()
+        usable = [request for request in requests if self._begin(instance, request)]
+        try:
+            if not usable:
+                return
+            lane = getattr(instance.runtime, "lane", None)
+            if lane is not None and _plain(instance, usable):
+                batches = self._batches.setdefault(instance.number, Batches())
+                if len(usable) == 1 or not run_together(instance, lane, batches, usable, now):
+                    for request in usable:
+                        request.queue_ns = now - request.arrival
+                        run_alone(instance, lane, request)
+            else:
+                self._run_staged(instance, usable, rows, on_host)
+        finally:
+            for request in usable:
+                for window in _plan(request).windows:
+                    window.finish()
+
+    def close(self) -> None:
+        """Nothing runs any more."""
+        lanes, self._lanes = self._lanes, {}
+        self._batches.clear()
+        for lane in lanes.values():
+            lane.close()
+
+    def _begin(self, instance: Instance, request: Request) -> bool:
+        """The request holds its regions. False: it has failed."""
+        began = _now()
+        held = []
+        try:
+            for window in _plan(request).windows:
+                window.begin()
+                held.append(window)
+        except Exception as error:
+            for window in held:
+                window.finish()
+            fail(instance, request, error, began)
+            return False
+        return True
+
+    def _lane(self, instance: Instance, ordinal: int) -> Lane:
+        own: Lane | None = getattr(instance.runtime, "lane", None)
+        if own is not None and own.device.ordinal == ordinal:
+            return own
+        key = instance.number, ordinal
+        if key not in self._lanes:
+            self._lanes[key] = Lane(devices("GPU memory")[ordinal])
+        return self._lanes[key]
+
+    def _run_staged(self, instance: Instance, requests: list[Request], rows: Sequence[Row], on_host: OnHost) -> None:
+        began = _now()
+        ready: dict[Request, int] = {}  # bytes copied in
+        for request in requests:
+            try:
+                ready[request] = self._copy(instance, request, inward=True)
+            except Exception as error:
+                self._fail(instance, request, error, began)
+        staged = [row if row is not None and row in ready else None for row in rows]
+        if ready:
+            on_host(instance, list(ready), staged)
+        for request, copied in ready.items():
+            if request.code:
+                continue
+            try:
+                request.copied += copied + self._copy(instance, request, inward=False)
+            except Exception as error:
+                self._fail(instance, request, error, began)
+
+    def _copy(self, instance: Instance, request: Request, *, inward: bool) -> int:
+        """Copy what the request reads in, or what it has written out; complete. Returns the bytes."""
+        plan = _plan(request)
+        copied = 0
+        used: set[Lane] = set()
+        position = request.input_position if inward else request.output_position
+        # An open output is mirrored first: what the model does not write there stays as it is.
+        tensors: Sequence[tuple[PlacedTensor, int]] = [
+            *((tensor, position) for tensor in (plan.inputs if inward else plan.outputs)),
+            *((tensor, request.output_position) for tensor in plan.outputs if inward and tensor.open),
+        ]
+        for tensor, at in tensors:
+            window = tensor.region.gpu
+            if window is None:
+                continue
+            lane = self._lane(instance, window.ordinal)
+            if not used:
+                lane.enter()
+            used.add(lane)
+            memory = tensor.memory(at, request.rows)
+            pointer = window.pointer + tensor.place.offset + at * tensor.place.stride
+            if memory.size:
+                if inward:
+                    lane.copy_out(memory, pointer)
+                else:
+                    lane.copy_in(pointer, memory)
+            copied += memory.size
+        for lane in used:
+            lane.enter()
+            lane.finish()
+        instance.count_copy("transfer", copied)
+        return copied
+
+    def _fail(self, instance: Instance, request: Request, error: Exception, began: int) -> None:
+        if isinstance(error, CudaError):
+            end_if_lost(error, f"model '{instance.model.name}'")
+        fail(instance, request, error, began)
+
+
+def _plan(request: Request) -> Plan:
+    plan = request.plan
+    assert isinstance(plan, Plan)
+    return plan
+
+
+def _plain(instance: Instance, requests: Sequence[Request]) -> bool:
+    """May the runtime be given pointers of the GPU? Else it gets the host's, and copies what it needs there."""
+    model = instance.model
+    if model.assembly is not None or model.streams is not None or model.cached is not None:
+        return False
+    return not any(
+        tensor.datatype == "BYTES"
+        for request in requests
+        for tensor in (*_plan(request).inputs, *_plan(request).outputs)
+    )

@@ -1,0 +1,32 @@
+"""Host memory that a GPU reads and writes by itself: pinned once, when a region is registered, where that is possible.
+
+Called by `broker.worker.regions` in workers on a GPU. Copies of memory that is not pinned work, too, but go through the
+driver's own buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from broker.worker.cuda.streams import Bytes, address
+from shm.cuda.driver import Context, CudaError, attempt, call
+
+PORTABLE: Final = 1  # CU_MEMHOSTREGISTER_PORTABLE
+READ_ONLY: Final = 8  # CU_MEMHOSTREGISTER_READ_ONLY: the mapping cannot be written
+
+
+def pin(memory: Bytes, ordinal: int, *, writable: bool) -> Callable[[], None] | None:
+    """Pin it; returns what unpins it, to be called before it is unmapped, by any thread. None: it cannot be pinned."""
+    start = address(memory)
+    try:
+        with Context(ordinal):
+            call("cuMemHostRegister", start, memory.size, PORTABLE if writable else PORTABLE | READ_ONLY)
+    except CudaError:
+        return None
+
+    def unpin() -> None:
+        with Context(ordinal):
+            attempt("cuMemHostUnregister", start)
+
+    return unpin

@@ -1,0 +1,371 @@
+"""Worker processes and clients' GPU memory: simulated; not run on hardware.
+
+A real worker, an application of its own with GPU memory, and the driver of --cuda. Models on the CPU are the real
+runtimes; TensorRT is a double (tests/doubles/tensorrt.py).
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from broker.repository.config import ModelConfig, TensorConfig
+from broker.repository.scheduling import DynamicBatching
+from shm import statistics
+from shm.errors import Code, InferError
+from tests.doubles import tensorrt as double
+from tests.fakes import models
+from tests.fakes.cuda import CudaEnv
+from tests.fakes.cuda_children import Child
+from tests.fakes.cuda_worker import Caller, GpuMemory, adder, config_of, copied, doubled
+from tests.fakes.loaded import Memory, shapes_of, spec
+from tests.fakes.lone_worker import LIMIT_S, LoneWorker
+
+ROW = 16
+X, Y, Z = ({"offset": at * 1024, "stride": 1024 // 4} for at in range(3))
+
+
+@pytest.fixture(scope="module")
+def application(cuda_env: CudaEnv) -> Iterator[Child]:
+    with Child(cuda_env, "tests.fakes.cuda_worker:Client") as child:
+        yield child
+
+
+@pytest.fixture(scope="module")
+def cpu(cuda_env: CudaEnv) -> Iterator[LoneWorker]:
+    with LoneWorker(environ=cuda_env.environ) as worker:
+        yield worker
+
+
+@pytest.fixture(scope="module")
+def gpu(cuda_env: CudaEnv) -> Iterator[LoneWorker]:
+    with LoneWorker("gpu0/test", cuda_env.environ) as worker:
+        yield worker
+
+
+def rows(count: int, value: float) -> np.ndarray:
+    return np.full((count, 4), value, np.float32)
+
+
+def add_plan(caller: Caller, config: ModelConfig, memory: GpuMemory | Memory, positions: int = 4) -> int:
+    """INPUT0 at 0, INPUT1 at 1024, OUTPUT0 at 2048; positions of one row each, 256 bytes apart."""
+    inputs = [(memory, spec("INPUT0", (1, 4), **X)), (memory, spec("INPUT1", (1, 4), **Y))]
+    return caller.plan(config, inputs, [(memory, spec("OUTPUT0", (1, 4), **Z))], positions, rows=1)
+
+
+def fill(memory: GpuMemory | Memory, position: int, x: float, y: float) -> None:
+    memory.put(position * 256, rows(1, x))
+    memory.put(1024 + position * 256, rows(1, y))
+    memory.put(2048 + position * 256, rows(1, -1))
+
+
+def result(memory: GpuMemory | Memory, position: int = 0) -> list[float]:
+    return memory.get(2048 + position * 256, (4,)).tolist()
+
+
+def grown(env: CudaEnv, worker: LoneWorker, before: dict[str, int]) -> dict[str, int]:
+    """How often each function was called since then; without those that were not."""
+    now = env.calls(worker.pid)
+    return {name: calls - before.get(name, 0) for name, calls in now.items() if calls != before.get(name)}
+
+
+# --- models on the CPU ----------------------------------------------------------------------------------------------
+
+
+def onnx_add1(directory: Path) -> ModelConfig:
+    (directory / "1").mkdir(parents=True)
+    (directory / "1" / "model.onnx").write_bytes(models.add1().SerializeToString())
+    tensor = TensorConfig(name="x", datatype="FP32", dims=(-1, -1), zero_copy=True, file_rank=2)
+    return config_of(directory, [tensor], [TensorConfig(name="y", datatype="FP32", dims=(-1, -1), file_rank=2)])
+
+
+def test_a_worker_on_the_cpu_loads_no_driver_before_it_is_asked_for(cuda_env: CudaEnv, application: Child) -> None:
+    with LoneWorker(environ=cuda_env.environ) as worker, Caller(worker):
+        assert not loads_driver(worker)
+        GpuMemory(worker, application)
+        assert loads_driver(worker)
+
+
+def loads_driver(worker: LoneWorker) -> bool:
+    return "libcuda" in Path(f"/proc/{worker.pid}/maps").read_text()
+
+
+@pytest.mark.parametrize("backend", ["identity", "onnxruntime"])
+def test_models_on_the_cpu_get_copies_of_gpu_memory(
+    tmp_path: Path, cpu: LoneWorker, application: Child, backend: str
+) -> None:
+    config = onnx_add1(tmp_path)
+    name, other = "x", "y"
+    if backend == "identity":
+        name, other = "INPUT0", "OUTPUT0"
+        tensors = [TensorConfig(name=name, datatype="FP32", dims=(-1, -1), zero_copy=True)]
+        config = config_of(tmp_path, tensors, [TensorConfig(name=other, datatype="FP32", dims=(-1, -1))])
+    config = replace(config, backend=backend)
+    block = cpu.load(config)
+    with Caller(cpu) as caller:
+        caller.attach()
+        memory = GpuMemory(cpu, application)
+        plan = caller.plan(config, [(memory, spec(name, (2, 4)))], [(memory, spec(other, (2, 4), offset=1024))])
+        for value in (1.0, 2.0):
+            memory.put(0, rows(2, value))
+            assert caller.infer(plan).copied == 2 * 2 * ROW
+            assert (memory.get(1024, (2, 4)) == value + (backend != "identity")).all()
+        assert (memory.get(1024 + 2 * ROW, (4,)) != value).all(), "and no byte beyond"
+        assert copied(block) == {"transfer": 4 * 2 * ROW}
+        mixed = caller.plan(config, [(caller.memory, spec(name, (2, 4)))], [(memory, spec(other, (2, 4), offset=2048))])
+        caller.memory.put(0, rows(2, 5))
+        assert caller.infer(mixed).copied == 2 * ROW
+        assert (memory.get(2048, (2, 4)) == 5 + (backend != "identity")).all()
+
+
+# --- models on a GPU ------------------------------------------------------------------------------------------------
+
+
+def test_a_request_on_gpu_memory_runs_in_place(
+    tmp_path: Path, cuda_env: CudaEnv, gpu: LoneWorker, application: Child
+) -> None:
+    config = adder(tmp_path)
+    block = gpu.load(config)
+    with Caller(gpu) as caller:
+        memory = GpuMemory(gpu, application)
+        plan = add_plan(caller.attach(), config, memory)
+        fill(memory, 1, 1, 2)
+        caller.infer(plan, 1)  # makes the binding
+        before = cuda_env.calls(gpu.pid)
+        for _ in range(10):
+            assert caller.infer(plan, 1).copied == 0
+        steady = grown(cuda_env, gpu, before)
+        assert result(memory, 1) == [3.0] * 4
+        assert copied(block) == {}
+        if cuda_env.simulated:
+            doubles = {"cuMemcpyDtoHAsync": 20, "cuMemcpyHtoDAsync": 10, "cuLaunchHostFunc": 10}
+            assert steady == {**doubles, "cuEventRecord": 10, "cuEventSynchronize": 10}
+
+
+def test_host_memory_is_pinned_once_and_copied_to_the_gpu(tmp_path: Path, cuda_env: CudaEnv, gpu: LoneWorker) -> None:
+    config = adder(tmp_path)
+    block = gpu.load(config)
+    before = cuda_env.calls(gpu.pid)
+    with Caller(gpu) as caller:
+        plan = add_plan(caller.attach(), config, caller.memory)
+        fill(caller.memory, 0, 3, 4)
+        for _ in range(3):
+            assert caller.infer(plan).copied == 3 * ROW
+        assert result(caller.memory) == [7.0] * 4
+        assert copied(block) == {"transfer": 9 * ROW}
+        if cuda_env.simulated:
+            calls = grown(cuda_env, gpu, before)
+            assert calls["cuMemHostRegister"] == 1
+            assert calls["cuMemAlloc"] == 3, "a place for each tensor, used again"
+        gpu.retire_region(caller.memory)
+        if cuda_env.simulated:
+            assert grown(cuda_env, gpu, before)["cuMemHostUnregister"] == 1
+
+
+def test_batches_are_put_together_on_the_gpu(tmp_path: Path, gpu: LoneWorker, application: Child) -> None:
+    """Rows of two sessions, of GPU and host memory, aligned or not."""
+    batching = DynamicBatching(preferred_batch_size=(6,), max_queue_delay_microseconds=20_000_000)
+    config = adder(tmp_path, dynamic_batching=batching)
+    block = gpu.load(config)
+    with Caller(gpu) as one, Caller(gpu) as two:
+        memories = [GpuMemory(gpu, application), one.memory, GpuMemory(gpu, application, offset=12)]
+        plans = [
+            (one.attach(), add_plan(one, config, memories[0])),
+            (one, add_plan(one, config, memories[1])),
+            (two.attach(), add_plan(two, config, memories[2])),
+        ]
+        pending = []
+        for at, (caller, plan) in enumerate(plans):
+            for position in range(2):
+                fill(memories[at], position, 10 * at, position)
+                pending.append((caller, caller.submit(plan, position)))
+        for caller, each in pending:
+            caller.wait(each)
+            assert (each.code, each.text) == (Code.OK, "")
+            assert each.copied == 3 * ROW
+        found = [[result(memory, position)[0] for position in range(2)] for memory in memories]
+        assert found == [[0, 1], [10, 11], [20, 21]]
+        assert copied(block) == {"gather": 6 * 2 * ROW, "scatter": 6 * ROW}
+        assert block[statistics.EXECUTIONS] == 1
+
+
+def test_results_of_unknown_size_go_to_gpu_memory(tmp_path: Path, gpu: LoneWorker, application: Child) -> None:
+    plan = double.plan("nonzero", [double.tensor("INPUT0", [8], "INT32")], [double.tensor("OUTPUT0", [-1], "INT32")])
+    config = doubled(
+        tmp_path,
+        plan,
+        [TensorConfig(name="INPUT0", datatype="INT32", dims=(8,))],
+        [TensorConfig(name="OUTPUT0", datatype="INT32", dims=(-1,))],
+    )
+    block = gpu.load(config)
+    with Caller(gpu) as caller:
+        memory = GpuMemory(gpu, application)
+        memory.put(1024, np.full(8, -1, np.int32))
+        word = caller.attach().plan(
+            config,
+            [(memory, spec("INPUT0", (8,), "INT32"))],
+            [(memory, spec("OUTPUT0", (-1,), "INT32", offset=1024, byte_size=16))],
+        )
+        memory.put(0, np.array([0, 5, 0, 0, 7, 9, 0, 0], np.int32))
+        pending = caller.infer(word)
+        assert shapes_of(pending)[0] == (3,)
+        assert memory.get(1024, (8,), "INT32").tolist() == [1, 4, 5, -1, -1, -1, -1, -1]
+        assert (pending.copied, copied(block)) == (12, {"output": 12})
+        memory.put(0, np.ones(8, np.int32))
+        code, text = caller.refused(word)
+        assert code is Code.INVALID_ARG
+        assert text.startswith("shared memory size specified with the request for output 'OUTPUT0' (16 bytes)")
+        assert memory.get(1024, (4,), "INT32").tolist() == [1, 4, 5, -1], "nothing was written"
+
+
+# --- regions come and go --------------------------------------------------------------------------------------------
+
+
+def test_a_region_is_closed_when_it_is_unregistered(
+    tmp_path: Path, cuda_env: CudaEnv, gpu: LoneWorker, application: Child
+) -> None:
+    config = adder(tmp_path)
+    gpu.load(config)
+    before = cuda_env.calls(gpu.pid)
+    with Caller(gpu) as caller:
+        memory = GpuMemory(gpu, application)
+        plan = add_plan(caller.attach(), config, memory)
+        caller.infer(plan)
+        assert gpu.retire_region(memory) == ""
+        if cuda_env.simulated:
+            calls = grown(cuda_env, gpu, before)
+            assert calls["cuIpcOpenMemHandle"] == calls["cuIpcCloseMemHandle"] == 1
+        assert caller.refused(plan) == (
+            Code.NOT_FOUND, f"Unable to find shared memory region: '{memory.info.name}'",
+        )  # fmt: skip
+
+
+def test_handles_that_are_none_are_refused(gpu: LoneWorker, application: Child) -> None:
+    memory = GpuMemory(gpu, application)
+    bad = replace(memory.info, region=9999, cuda=replace(memory.info.cuda, handle=bytes(64)))
+    with pytest.raises(InferError, match=r"^\[INVALID_ARG\] failed to register shared memory region .*invalid args"):
+        gpu.ask(bad)
+    with pytest.raises(InferError, match="invalid args"):
+        gpu.ask(replace(memory.info, region=9998, generation=9998, cuda=replace(memory.info.cuda, handle=b"\1" * 64)))
+
+
+def test_memory_of_an_application_that_was_killed_stays_until_it_is_unregistered(
+    tmp_path: Path, cuda_env: CudaEnv, gpu: LoneWorker
+) -> None:
+    config = adder(tmp_path)
+    gpu.load(config)
+    with Caller(gpu) as caller, Child(cuda_env, "tests.fakes.cuda_worker:Client") as application:
+        memory = GpuMemory(gpu, application)
+        plan = add_plan(caller.attach(), config, memory)
+        application.kill()
+        caller.infer(plan)
+        assert gpu.retire_region(memory) == ""
+
+
+# --- kinds of models that cannot ------------------------------------------------------------------------------------
+
+
+def test_responses_of_decoupled_models_are_not_written_to_a_gpu(
+    tmp_path: Path, cpu: LoneWorker, application: Child
+) -> None:
+    tensors = [
+        TensorConfig(name=name, datatype=kind, dims=(-1,)) for name, kind in (("IN", "INT32"), ("DELAY", "UINT32"))
+    ]
+    tensors.append(TensorConfig(name="WAIT", datatype="UINT32", dims=(1,)))
+    outputs = [TensorConfig(name="OUT", datatype="INT32", dims=(1,))]
+    config = config_of(tmp_path, tensors, outputs, backend="repeat", decoupled=True)
+    cpu.load(config)
+    with Caller(cpu) as caller:
+        memory = GpuMemory(cpu, application)
+        inputs = [(memory, spec(each.name, (1,), each.datatype, offset=at * 256)) for at, each in enumerate(tensors)]
+        plan = caller.attach().plan(config, inputs, [(memory, spec("OUT", (1,), "INT32", offset=1024))])
+        code, text = caller.refused(plan)
+        assert code is Code.UNSUPPORTED
+        assert "is decoupled: its responses cannot be written to GPU memory" in text
+
+
+# --- faults ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_context_ends_the_worker_and_its_replacement_answers(
+    tmp_path: Path, cuda_env: CudaEnv, application: Child, capfd: pytest.CaptureFixture[str]
+) -> None:
+    broken, sound = adder(tmp_path / "broken" / "add", fault="sticky"), adder(tmp_path / "sound" / "add")
+    with LoneWorker("gpu0/test", cuda_env.environ) as first:
+        first.load(broken)
+        caller = Caller(first)
+        memory = GpuMemory(first, application)
+        plan = add_plan(caller.attach(), broken, memory)
+        fill(memory, 0, 1, 2)
+        pending = caller.submit(plan)
+        assert first.process.wait(LIMIT_S) == 71
+    assert re.search("CUDA_ERROR_ILLEGAL_ADDRESS.*: the CUDA context is lost; this worker ends", capfd.readouterr().err)
+    with caller, LoneWorker("gpu0/test", cuda_env.environ) as second:
+        second.load(sound)
+        memory.give(second)
+        second.add_region(caller.memory)
+        caller.worker = second
+        for message in caller.bound:
+            second.ask(message)
+        caller.attach()
+        caller.wait(pending)
+        assert (pending.code, pending.text) == (Code.OK, "")
+        assert result(memory) == [3.0] * 4
+
+
+def test_a_killed_worker_is_replaced(tmp_path: Path, cuda_env: CudaEnv, application: Child) -> None:
+    config = adder(tmp_path)
+    with LoneWorker("gpu0/test", cuda_env.environ) as first:
+        first.load(config)
+        caller = Caller(first)
+        memory = GpuMemory(first, application)
+        plan = add_plan(caller.attach(), config, memory)
+        fill(memory, 0, 1, 2)
+        caller.infer(plan)
+        first.process.send_signal(signal.SIGKILL)
+        first.process.wait(LIMIT_S)
+    fill(memory, 0, 5, 6)
+    pending = caller.submit(plan)
+    with caller, LoneWorker("gpu0/test", cuda_env.environ) as second:
+        second.load(config)
+        memory.give(second)
+        second.add_region(caller.memory)
+        caller.worker = second
+        second.ask(caller.bound[0])
+        caller.attach()
+        caller.wait(pending)
+        assert result(memory) == [11.0] * 4
+
+
+def test_memory_that_runs_out_is_that_requests_error(tmp_path: Path, cuda_sim: CudaEnv, application: Child) -> None:
+    config = adder(tmp_path)
+    env = cuda_sim.with_settings(CUSIM_FAIL="cuMemAlloc:2")
+    with LoneWorker("gpu0/test", env.environ) as worker, Caller(worker) as caller:
+        block = worker.load(config)
+        memory = GpuMemory(worker, application)
+        on_gpu, on_host = (add_plan(caller, config, each) for each in (memory, caller.memory))
+        fill(memory, 0, 1, 2)
+        caller.attach().infer(on_gpu)
+        code, text = caller.refused(on_host)
+        assert code is Code.UNAVAILABLE
+        assert text.startswith("the GPU has no 16 bytes left for this request")
+        caller.infer(on_gpu)
+        assert result(memory) == [3.0] * 4
+        assert block[statistics.FAIL] == 1
+
+
+def test_an_engine_that_fails_is_that_requests_error(tmp_path: Path, gpu: LoneWorker, application: Child) -> None:
+    config = adder(tmp_path, fault="refuse")
+    gpu.load(config)
+    with Caller(gpu) as caller:
+        plan = add_plan(caller.attach(), config, GpuMemory(gpu, application))
+        for _ in range(2):
+            code, text = caller.refused(plan)
+            assert code is Code.INTERNAL
+            assert text.startswith("TensorRT failed to run the model: IExecutionContext::enqueueV3")
