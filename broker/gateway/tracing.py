@@ -126,8 +126,8 @@ class Traces:
         """`index`: the gateway's. Those after the first have files of their own."""
         path = table.file
         self._files = TraceFiles(f"{path}-gateway{index}" if path and index else path, table.began)
-        # Of a gateway that was replaced there may be traces, whose numbers are no others'.
-        self._numbers = time.monotonic_ns() // 1_000_000 if self._files.goes_on() else 0
+        # Numbers of a gateway that was replaced are no others': nobody traces one request in a microsecond.
+        self._numbers = time.monotonic_ns() // 1000 if self._files.goes_on() else 0
         self._samplings: dict[str, Sampling] = {}
         self.on = False
         self.apply("", table.settings)
