@@ -17,8 +17,8 @@ from typing import final
 ROOT = Path(__file__).parents[2]
 COUNTER = struct.Struct("56sQ")  # struct counter of tests/cusim/device.c
 STANDS_IN = (
-    "tests/cusim stands in for NVIDIA's driver (libcuda.so.1): memory, IPC, VMM, streams, events; no kernels. "
-    "Nothing these tests show was seen on a GPU."
+    "tests/cusim stands in for NVIDIA's driver (libcuda.so.1): memory, IPC, VMM, streams, events; no kernels; and "
+    "tests/fakes/cudart_on_driver.py for what tritonclient calls of the CUDA runtime. Nothing here was seen on a GPU."
 )
 
 
@@ -51,6 +51,11 @@ class CudaEnv:
         path = self.directory / str(pid)
         content = path.read_bytes() if path.exists() else b""
         return {name.rstrip(b"\0").decode(): calls for name, calls in COUNTER.iter_unpack(content) if calls}
+
+    def devices(self) -> tuple[str, ...]:
+        """UUIDs of the GPUs that a process of this environment sees."""
+        program = "from shm.cuda import driver\nprint(*(device.uuid for device in driver.probe().devices))"
+        return tuple(self.run("-c", program).stdout.split())
 
     def run(self, *arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
         """A Python program of this environment, to its end."""

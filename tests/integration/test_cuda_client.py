@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,7 @@ APPLICATION = "tests.fakes.cuda_application:Application"
 
 @pytest.fixture(scope="module")
 def devices(cuda_env: CudaEnv) -> tuple[str, ...]:
-    program = "from shm.cuda import driver; import json; print(json.dumps([d.uuid for d in driver.probe().devices]))"
-    return tuple(json.loads(cuda_env.run("-c", program).stdout))
+    return cuda_env.devices()
 
 
 @pytest.fixture(scope="module")
