@@ -11,7 +11,7 @@ from typing import Any, TypeVar, final
 
 from shm.errors import Code, InferError
 
-PATIENCE_S = 1.0  # an unload lets loads of that model end by themselves for so long: most take less
+PATIENCE_S = 10.0  # an unload lets loads of that model end by themselves for so long: most take less
 
 T = TypeVar("T")
 

@@ -11,13 +11,14 @@ import asyncio
 import logging
 import weakref
 from collections.abc import Callable, Collection, Coroutine, Iterable
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 from msgspec.structs import replace
 
 from broker import polling
-from broker.catalogue import READY, UNLOADED, Catalogue, Model
+from broker.catalogue import READY, UNAVAILABLE, UNLOADED, Catalogue, Model
 from broker.ensemble_members import as_members_are, ensembles_of, members_first, misfit
+from broker.load_failures import is_of_override, is_unknown, not_polled, refusal, remember, told, versions_failed
 from broker.loading import results
 from broker.loads import Loads, cancel
 from broker.overrides import Override, Overrides
@@ -35,8 +36,8 @@ NOT_EXPLICIT = (
     "explicit model load / unload is not allowed if polling is enabled: start the broker with "
     "--model-control-mode=explicit"
 )
+IN_SEVERAL = "model appears in two or more repositories"
 POLL_LOADS_S = 5.0  # of loads that a look brought about; then the next look is taken while they go on
-BAD_OVERRIDE = "Invalid config override: "
 
 _log = logging.getLogger(__name__)
 _Report = Callable[[int, int], None]
@@ -157,7 +158,7 @@ class Models(Catalogue):
                         total += len(result.models)
                         report(done, total)
                     case LoadFailure():
-                        if result.name not in tried or not result.reason.startswith(_not_polled(result.name)):
+                        if result.name not in tried or not is_unknown(result):
                             self._failed(result)
                         done += 1
                         report(done, total)
@@ -191,7 +192,7 @@ class Models(Catalogue):
         try:
             check_model_name(model)
         except InferError as error:  # no directory of that name is looked at
-            raise InferError(Code.INTERNAL, f"{_not_polled(model)}: {error.message}") from None
+            raise InferError(Code.INTERNAL, f"{not_polled(model)}: {error.message}") from None
         if parameters >= 0:
             override = await asyncio.to_thread(self._overrides.take, model, parameters)
             await self._load_one(model, override)
@@ -254,8 +255,7 @@ class Models(Catalogue):
         if not config.versions:
             raise InferError(Code.INTERNAL, f"failed to load '{model}', no version is available")
         if failures:
-            parts = (f"version {number} is at UNAVAILABLE state: {why};\n" for number, why in failures.items())
-            raise InferError(Code.INVALID_ARG, f"load failed for model '{model}': {''.join(parts)}")
+            raise versions_failed(model, failures)
 
     async def _load_members(self, ensemble: Ensemble, above: tuple[str, ...]) -> None:
         """Those that do not serve. What goes wrong is said of the ensemble."""
@@ -275,18 +275,11 @@ class Models(Catalogue):
             request = replace(request, overrides={model: override.config})
         result = [each async for each in results(request)][-1]
         if isinstance(result, LoadFailure):
-            self._refuse(result)
+            if not is_unknown(result) and not is_of_override(result):
+                self._failed(result)
+            raise refusal(result)
         assert isinstance(result, ModelConfig), "a result for every model"
         return result
-
-    def _refuse(self, failure: LoadFailure) -> NoReturn:
-        polled = _not_polled(failure.name)
-        if failure.reason.startswith(polled):  # no such model: nothing to remember
-            raise InferError(Code.INTERNAL, failure.reason)
-        if failure.reason.startswith(BAD_OVERRIDE):  # says nothing about what is in the repository
-            raise InferError(Code.INVALID_ARG, f"{polled}: {failure.reason}")
-        self._failed(failure)
-        raise InferError(Code.INTERNAL, f"{polled}: {failure.reason}")
 
     # --- one model -------------------------------------------------------------------------------------------------
 
@@ -319,7 +312,9 @@ class Models(Catalogue):
             model.failure = ""
             reason = f"{UNLOADED}: {reason}" if reason else UNLOADED
             problems = await self._life.unload(name, model.versions, reason)
-            if not model.versions and self.known.get(name) is model:  # it never served: nothing to say of it any more
+            for number in [number for number, version in model.versions.items() if version.config is None]:
+                del model.versions[number]  # it never served: nothing to say of it any more
+            if not model.versions and self.known.get(name) is model:
                 del self.known[name]
         await self._changed(name)
         return problems
@@ -357,9 +352,9 @@ class Models(Catalogue):
             raise InferError(Code.UNAVAILABLE, NOT_EXPLICIT)
 
     def _failed(self, failure: LoadFailure) -> None:
-        start = f"failed to load '{failure.name}'"  # some reasons say it themselves, as Triton's do
-        _log.error("%s", failure.reason if failure.reason.startswith(start) else f"{start}: {failure.reason}")
-        self.known.setdefault(failure.name, Model()).failure = failure.reason
+        for line in told(failure):
+            _log.error("%s", line)
+        remember(self.known.setdefault(failure.name, Model()), failure)
 
     def _lost(self, model: str, number: int, generation: int, reason: str) -> None:
         """A worker had to come back without it."""
@@ -390,9 +385,7 @@ class Models(Catalogue):
         known = [IndexEntry(name=m.name, version=m.version, state=m.state, reason=m.reason) for m in self.all()]
         if ready:
             return [entry for entry in known if entry.state == READY]
-        rest = {*found.models, *found.failures} - {entry.name for entry in known}
-        return sorted((*known, *(IndexEntry(name=name) for name in rest)), key=lambda entry: entry.name)
-
-
-def _not_polled(model: str) -> str:
-    return f"failed to load '{model}', failed to poll from model repository"
+        twice = [IndexEntry(name=name, state=UNAVAILABLE, reason=IN_SEVERAL) for name in found.in_several]
+        known = [entry for entry in known if entry.version or entry.name not in found.in_several]
+        names = {*found.models, *found.failures} - {entry.name for entry in (*known, *twice)}
+        return sorted((*known, *twice, *(IndexEntry(name=name) for name in names)), key=lambda entry: entry.name)

@@ -153,11 +153,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def interface(self) -> str:
-        """What the check of a prepared request depends on: equal for models whose plans are each other's."""
+        """What the check of a prepared request depends on, but for how many rows there may be: equal for models whose
+        plans are each other's."""
         tensors = [[(t.name, t.datatype, t.dims, t.optional) for t in side] for side in (self.input, self.output)]
         controls = self.sequence_batching.control_input if self.sequence_batching is not None else ()
         ids = [(each.name, each.datatype) for each in controls if each.kind == "CONTROL_SEQUENCE_CORRID"]
-        return str((self.max_batch_size, self.decoupled, tensors, ids))
+        return str((self.max_batch_size > 0, self.decoupled, tensors, ids))
 
     @property
     def for_worker(self) -> ModelConfig:
@@ -249,7 +250,11 @@ def _read(item: InitialState | WarmUpInput) -> bytes:
 
 
 class LoadFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that could not be configured: `reason` is for the start-up table and the index."""
+    """A model that could not be configured: `reason` is for the start-up table and the index.
+
+    `versions`: those that it is about, if the configuration itself is not to blame but what it needs to be served.
+    """
 
     name: str
     reason: str
+    versions: tuple[int, ...] = ()

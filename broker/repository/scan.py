@@ -34,12 +34,14 @@ class ModelDirectory(msgspec.Struct, frozen=True):
 class Repositories(msgspec.Struct, frozen=True):
     """What a scan found. A name is in `models` or in `failures` (name → reason), never in both.
 
-    `errors`: repositories that could not be read at all (path → reason).
+    `errors`: repositories that could not be read at all (path → reason). `in_several`: failures that are in more than
+    one repository.
     """
 
     models: dict[str, ModelDirectory]
     failures: dict[str, str]
     errors: dict[str, str]
+    in_several: frozenset[str] = frozenset()
 
 
 class Versions(msgspec.Struct, frozen=True):
@@ -81,6 +83,7 @@ def scan(repositories: Sequence[str]) -> Repositories:
     models: dict[str, ModelDirectory] = {}
     failures: dict[str, str] = {}
     errors: dict[str, str] = {}
+    in_several: set[str] = set()
     for repository in dict.fromkeys(repositories):
         root, names, problem = _list(repository)
         if problem:
@@ -94,6 +97,7 @@ def scan(repositories: Sequence[str]) -> Repositories:
                 continue
             if name in models or name in failures:
                 other = models.pop(name, None)
+                in_several.add(name)
                 failures.setdefault(name, f"failed to poll model '{name}': not unique across all model repositories")
                 if other is not None:
                     failures[name] += f"\n    it is in {other.repository} and in {root}"
@@ -103,7 +107,7 @@ def scan(repositories: Sequence[str]) -> Repositories:
                 )
             else:
                 models[name] = ModelDirectory(name, os.path.realpath(os.path.join(root, name)), root)
-    return Repositories(models, failures, errors)
+    return Repositories(models, failures, errors, frozenset(in_several))
 
 
 def unreadable(repositories: Sequence[str]) -> list[str]:

@@ -116,7 +116,7 @@ def test_o08_reloads_under_load(lab: Lab) -> None:
         assert lab.offend(only_load, model="victim") == ["OK", ""]
         serves(2.0)
         (directory / "2" / "model.onnx").write_bytes(b"no model" if turn % 2 else b"")
-        assert lab.offend(only_load, model="victim")[0] == "INTERNAL"
+        assert lab.offend(only_load, model="victim")[0] == "INVALID_ARG"
         serves(2.0)
         shutil.rmtree(directory / "2")
         assert lab.offend(only_load, model="victim") == ["OK", ""]
@@ -157,7 +157,9 @@ def test_o09_loads_and_unloads_at_the_same_time(lab: Lab) -> None:
     told = lab.offend(
         load_and_unload_at_random, model="victim", seed=1, turns=scaled(3, 50), valid=False, timeout_s=600
     )
-    assert told == ["OK "]
+    # An unload ends a load that takes longer than it may; nobody waits for ever.
+    assert set(told) <= {"OK ", "UNAVAILABLE failed to load 'victim': it was unloaded, or its files changed, meanwhile"}
+    assert "OK " in told
     assert lab.offend(only_load, model="victim") == ["OK", ""]
     asking.tell("stop")
     outcome = asking.result()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import clientlib
-from broker import desired_state, polling
+from broker import desired_state, loads, polling
 from shm.errors import InferError
 from tests.fakes import models
 from tests.fakes.broker import Broker, eventually
@@ -56,7 +56,8 @@ class Run:
 
 
 @pytest.fixture(autouse=True)
-def _no_process_is_left() -> Iterator[None]:
+def _no_process_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(loads, "PATIENCE_S", 0.2)
     with subreaper():
         yield
 

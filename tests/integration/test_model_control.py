@@ -105,7 +105,7 @@ def test_a_configuration_and_files_that_come_with_a_load(broker, transport):
         client.load("made", config={"max_batch_size": 16}, files=files)
         assert len(overrides(broker)) == 1
         text = refusal(client.load, "made", config={}, files={"1/model.onnx": b"no model"})
-        assert text.startswith("failed to load 'made', failed to poll from model repository: ")
+        assert text.startswith("load failed for model 'made': version 1 is at UNAVAILABLE state: ")
         assert len(overrides(broker)) == 1
         assert np.array_equal(client.infer("made", {"x": x})["y"], x)
         client.load("add1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,10 +27,12 @@ def _no_process_is_left() -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def serving(root: Path, *startup: str, control_mode: str = "explicit") -> AsyncIterator[Models]:
+async def serving(
+    root: Path, *startup: str, control_mode: str = "explicit", repositories: Sequence[Path] = ()
+) -> AsyncIterator[Models]:
     page = StatisticsPage.create()
     workers = Workers(StatisticsBlocks(page))
-    request = LoadRequest(repositories=(str(root),))
+    request = LoadRequest(repositories=tuple(map(str, repositories or (root,))))
     models = Models(workers, request, control_mode=control_mode, startup_models=startup)
     progress: list[tuple[int, int]] = []
     try:
@@ -72,7 +74,7 @@ async def test_what_is_loaded_at_start_is_described(tmp_path: Path) -> None:
         states = {row.name: row.state for row in models.all()}
         assert states == {"add1": "READY", "broken": "UNAVAILABLE", "tpu": "UNAVAILABLE"}
         assert "| add1   | 1       | READY" in models.table()
-        assert "| broken | -       | UNAVAILABLE: " in models.table()
+        assert "| broken | 1       | UNAVAILABLE: " in models.table()
         code, text = lookup_error(models, "broken")
         assert code == "NOT_FOUND"
         assert text.startswith("Request for unknown model: 'broken' has no available versions: ")
@@ -163,8 +165,44 @@ async def test_a_bad_reload_leaves_the_good_one(tmp_path: Path) -> None:
     async with serving(tmp_path, "m") as models:
         (tmp_path / "m" / "1" / "model.onnx").write_bytes(b"not a model")
         error = await refusal(models.load("m"))
-        assert error.message.startswith("failed to load 'm', failed to poll from model repository: ")
+        assert error.message.startswith("load failed for model 'm': version 1 is at UNAVAILABLE state: ")
         assert models.metadata("m").state == "READY"
+
+
+@in_loop
+async def test_what_cannot_be_configured_and_what_cannot_be_loaded(tmp_path: Path) -> None:
+    root = tmp_path / "models"
+    write_model(root, "text", add1(), config="max_batch_size: -1")
+    write_model(root, "file", b"not a model")
+    write_model(root, "none", config='backend: "onnxruntime"', version=3)
+    write_model(root, "tpu", add1(), config='backend: "tpu"')
+    write_model(root, "twice", add1())
+    write_model(tmp_path / "more", "twice", add1())
+    async with serving(root, repositories=(root, tmp_path / "more")) as models:
+        for name, begins in {
+            "text": "failed to load 'text', failed to poll from model repository: 'max_batch_size' must be",
+            "file": "load failed for model 'file': version 1 is at UNAVAILABLE state: ",
+            "none": "load failed for model 'none': version 3 is at UNAVAILABLE state: unable to find ",
+            "tpu": "load failed for model 'tpu': version 1 is at UNAVAILABLE state: Invalid argument: unable to find ",
+            "twice": "failed to load 'twice', failed to poll from model repository: failed to poll model 'twice'",
+        }.items():
+            for _ in range(2):
+                error = await refusal(models.load(name))
+                assert error.message.startswith(begins)
+                assert error.code == ("INVALID_ARG" if begins.startswith("load failed") else "INTERNAL")
+        index = {entry.name: (entry.version, entry.state, entry.reason[:20]) for entry in await models.index()}
+        assert index == {
+            "file": ("1", "UNAVAILABLE", f"{root}"[:20]),
+            "none": ("3", "UNAVAILABLE", "unable to find '" + f"{root}"[:4]),
+            "text": ("", "UNAVAILABLE", "'max_batch_size' mus"),
+            "tpu": ("1", "UNAVAILABLE", "Invalid argument: un"),
+            "twice": ("", "UNAVAILABLE", "model appears in two"),
+        }
+        write_model(root, "file", add1())
+        await models.load("file")
+        assert models.metadata("file").state == "READY"
+        await models.unload("tpu")
+        assert "tpu" not in models.known
 
 
 @in_loop

@@ -51,6 +51,7 @@ _KNOWN_PLATFORMS = (
 )
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 CUSTOM_BACKEND = "backend.py"
+NO_BACKEND = "Invalid argument: unable to find backend library"  # Triton says it when it loads a version
 MAX_LISTED = 8  # names of files in an error
 
 
@@ -174,7 +175,7 @@ def _check_supported(backend: str, model: str, custom: bool) -> None:
     if not custom and backend not in supported:
         near = get_close_matches(backend, supported, n=1, cutoff=0.5)
         raise ModelError(
-            f"Invalid argument: unable to find backend library for backend '{backend}', try specifying runtime on the "
+            f"{NO_BACKEND} for backend '{backend}', try specifying runtime on the "
             f"model configuration. Model '{model}' needs backend '{backend}', which is not installed; installed are: "
             f"{', '.join(supported) or 'none'}. A backend of your own is an entry point of the group "
             f"'tensorbroker.backends', or {CUSTOM_BACKEND} beside config.pbtxt"

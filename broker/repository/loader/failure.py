@@ -7,4 +7,9 @@ from typing import final
 
 @final
 class ModelError(Exception):
-    """Ends the loading of one model. The text becomes `LoadFailure.reason`, so it is written for the operator."""
+    """Ends the loading of one model. The text becomes `LoadFailure.reason`, so it is written for the operator.
+
+    `versions`: those that cannot be served, where the configuration's own text is not to blame.
+    """
+
+    versions: tuple[int, ...] = ()

@@ -6,15 +6,16 @@ defaults, validation, comparison with the model file.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tritonclient.grpc import model_config_pb2
 
 from broker.repository.config import LoadFailure, ModelConfig, file_stamp
 from broker.repository.loader import pbtxt
-from broker.repository.loader.backend import CUSTOM_BACKEND, ENSEMBLE, fill_backend
+from broker.repository.loader.backend import CUSTOM_BACKEND, ENSEMBLE, NO_BACKEND, fill_backend
 from broker.repository.loader.complete import compare, complete
 from broker.repository.loader.convert import to_model_config
 from broker.repository.loader.failure import ModelError
@@ -46,17 +47,18 @@ class _Version(NamedTuple):
 
 def load(model: ModelDirectory, request: LoadRequest) -> ModelConfig | LoadFailure:
     """Configure one model. Whatever its files contain, the answer is a value."""
+    versions: tuple[int, ...] = ()
     try:
         return _load(model, request)
     except ModelError as error:
-        reason = _located(str(error), model, request)
+        reason, versions = _located(str(error), model, request), error.versions
     except OSError as error:
         reason = f"{error.filename or model.path}: {error.strerror or error}"
     except MemoryError:
         reason = "the model's files need more memory than the loader can get"
     except Exception as error:  # a parser's own exception on a file that nobody foresaw
         reason = f"its files cannot be understood: {type(error).__name__}: {error}"
-    return LoadFailure(name=model.name, reason=reason)
+    return LoadFailure(name=model.name, reason=reason, versions=versions)
 
 
 def _located(reason: str, model: ModelDirectory, request: LoadRequest) -> str:
@@ -79,11 +81,14 @@ def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
         fill_backend(config, model, list(newest_first.values()))
     except ModelError as error:
         if not none_served:
+            if str(error).startswith(NO_BACKEND):
+                error.versions = tuple(versions)
             raise
         is_empty = not any(field.name != "name" for field, _ in config.ListFields())
         raise ModelError(none_served if is_empty else f"{error}\n    {none_served}") from error
     _check_file_name(config)
-    check_code(model)
+    with _about(versions):
+        check_code(model)
     notes += check_parameters(config)
     origins.mark(config, MODEL)
     read: list[_Version] = []
@@ -93,19 +98,22 @@ def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
             raise ModelError(none_served)
         if config.backend == "onnxruntime":
             number, path = next(iter(newest_first.items()))
-            read.append(_read_version(config, model, number, path))
+            with _about(versions):
+                read.append(_read_version(config, model, number, path))
     except ModelError:
         if config.input and config.output:
             # As in Triton, what is wrong with the text is said before what is missing beside it.
             _finish(config, model, request, origins, ())
         raise
     if read and not request.strict:
-        notes += complete(config, read[0].signature, parsed.states_max_batch_size, request.default_max_batch_size)
+        with _about(versions):
+            notes += complete(config, read[0].signature, parsed.states_max_batch_size, request.default_max_batch_size)
         completed = config.max_batch_size > 0 and not parsed.states_max_batch_size
         origins.mark(config, MODEL)
     _finish(config, model, request, origins, read)
     if read:
-        compare(config, read[0].signature, read[0].path)
+        with _about(versions):
+            compare(config, read[0].signature, read[0].path)
         _read_older(config, model, list(newest_first.items())[1:], versions, read, notes)
     return to_model_config(
         config,
@@ -118,6 +126,16 @@ def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
         max_batch_size_completed=completed,
         origins=origins if request.explain else None,
     )
+
+
+@contextlib.contextmanager
+def _about(versions: Collection[int]) -> Iterator[None]:
+    """What fails is what the configuration needs to be served, not its text: in Triton that shows when it is loaded."""
+    try:
+        yield
+    except ModelError as error:
+        error.versions = tuple(versions)
+        raise
 
 
 def _finish(

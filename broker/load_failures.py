@@ -1,0 +1,66 @@
+"""Loads that failed: what whoever asked is told, what the log says, what is remembered. Texts and codes are Triton's.
+
+Used by `broker.models`. There are two kinds: a configuration that is wrong, of which nothing is served ("failed to
+poll", 500), and versions that could not be loaded with it ("load failed", 400), which the index then shows one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from broker.catalogue import UNAVAILABLE, Model, Version
+from broker.repository.config import LoadFailure
+from shm.errors import Code, InferError
+
+BAD_OVERRIDE = "Invalid config override: "
+
+
+def not_polled(model: str) -> str:
+    """How Triton's text of a configuration that is wrong begins."""
+    return f"failed to load '{model}', failed to poll from model repository"
+
+
+def is_unknown(failure: LoadFailure) -> bool:
+    """Is there no such model? Then there is nothing to remember."""
+    return failure.reason.startswith(not_polled(failure.name))
+
+
+def is_of_override(failure: LoadFailure) -> bool:
+    """Does it say nothing about what is in the repository?"""
+    return failure.reason.startswith(BAD_OVERRIDE)
+
+
+def refusal(failure: LoadFailure) -> InferError:
+    """For whoever asked for the load."""
+    if is_unknown(failure):
+        return InferError(Code.INTERNAL, failure.reason)
+    if failure.versions:
+        return versions_failed(failure.name, dict.fromkeys(failure.versions, failure.reason))
+    code = Code.INVALID_ARG if is_of_override(failure) else Code.INTERNAL
+    return InferError(code, f"{not_polled(failure.name)}: {failure.reason}")
+
+
+def versions_failed(model: str, reasons: Mapping[int, str]) -> InferError:
+    """For whoever asked for the load. `reasons` by version."""
+    parts = (f"version {number} is at UNAVAILABLE state: {why};\n" for number, why in reasons.items())
+    return InferError(Code.INVALID_ARG, f"load failed for model '{model}': {''.join(parts)}")
+
+
+def told(failure: LoadFailure) -> Iterator[str]:
+    """Lines for the log."""
+    start = f"failed to load '{failure.name}'"  # some reasons say it themselves, as Triton's do
+    if failure.reason.startswith(start):
+        yield failure.reason
+        return
+    for which in [f" version {number}" for number in failure.versions] or [""]:
+        yield f"{start}{which}: {failure.reason}"
+
+
+def remember(model: Model, failure: LoadFailure) -> None:
+    """What serves goes on."""
+    if not failure.versions:
+        model.failure = failure.reason
+    for number in failure.versions:
+        version = model.versions.setdefault(number, Version(state=UNAVAILABLE))
+        if not version.generation:
+            version.state, version.reason = UNAVAILABLE, failure.reason
