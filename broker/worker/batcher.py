@@ -171,9 +171,10 @@ class DynamicBatcher:
         level = self._levels[number - 1]
         most = level.policy.max_queue_size
         if most and level.size >= most:
-            if not level.policy.drop_oldest:
+            if level.policy.drop_oldest:
+                self._drop(level, now)
+            elif not self._make_room(level, request, now):
                 return FULL
-            self._drop(level, now)
         level.add(request, now)
         self._waiting += 1
         if level.late_at and (not self.late_at or level.late_at < self.late_at):
@@ -191,6 +192,17 @@ class DynamicBatcher:
             " drop_oldest)",
         )
         self.late_at = max(1, now)
+
+    def _make_room(self, level: _Level, request: Request, now: int) -> bool:
+        """A full queue keeps no client out that has less in it than others: the newest of the greediest is refused."""
+        newest = level.line.beyond_its_share(request)
+        if newest is None:
+            return False
+        level.remove(newest)
+        self._waiting -= 1
+        self._dropped[newest] = FULL
+        self.late_at = max(1, now)
+        return True
 
     def take(self, now: int, instance: int = 0, most: int = 0) -> Sequence[Row]:
         """The next batch, of at most `most` requests (0: any number), or [] when it is worth waiting until `due`."""
@@ -338,7 +350,4 @@ def has_timeouts(config: ModelConfig) -> bool:
     batching = config.dynamic_batching
     if batching is None:
         return config.sequence_batching is not None
-    return any(
-        policy.default_timeout_microseconds or (policy.drop_oldest and policy.max_queue_size)
-        for policy in policies(batching)
-    )
+    return _limits(policies(batching))

@@ -136,6 +136,13 @@ class FairLine:
         lines = self._clients.values() if self._clients else (self._own,)
         return (next(iter(line)) for line in lines if line)
 
+    def beyond_its_share(self, request: Request) -> Request | None:
+        """The newest request of the client that has most waiting, if that of `request` would still have less with it."""
+        client = id(request.channel)
+        lines = self._clients or {self._client: self._own}
+        most = max(lines.values(), key=lambda line: len(line))
+        return next(reversed(most)) if len(most) > len(lines.get(client, ())) + 1 else None
+
     def oldest_of_the_greediest(self) -> Request:
         """The oldest request of the client that has most waiting. Not of an empty line."""
         line = max(self._clients.values(), key=lambda line: len(line)) if self._clients else self._own

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections import deque
+from collections import Counter, deque
 
 import pytest
 
@@ -62,6 +62,33 @@ def test_a_full_queue_refuses():
     assert queue.add(Queued(), 0) == FULL
     assert queue.take(0) == first
     assert queue.add(Queued(), 0) is None
+
+
+def test_a_client_that_fills_the_queue_keeps_nobody_out():
+    queue = policed(max_queue_size=4)
+    x = fill(queue, *of("x", 4))
+    assert queue.add(Queued(channel="x"), 0) == FULL
+    y = fill(queue, *of("y", 2))
+    assert queue.add(Queued(channel="y"), 0) == FULL, "now both have as much"
+    assert queue.late(0) == [(x[3], FULL), (x[2], FULL)]
+    assert queue.take(0) == [x[0], y[0], x[1], y[1]]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_whoever_floods_waits_for_himself(level):
+    """A thousand requests of one client, and new ones whenever some have run: another is in the next batch."""
+    queue = policed(4, levels=2, max_queue_size=100)
+    flood = [Queued(channel="x", priority=level) for _ in range(1000)]
+    for number, request in enumerate(flood):
+        assert queue.add(request, 0) == (None if number < 100 else FULL)
+    for now in range(1, 50):
+        polite = Queued(channel="y", priority=level, arrival=now)
+        assert queue.add(polite, now) is None
+        assert polite in queue.take(now)
+        for _ in range(8):
+            queue.add(Queued(channel="x", priority=level), now)
+        queue.late(now)
+    assert len(queue) <= 100
 
 
 def test_a_full_queue_lets_the_oldest_of_the_greediest_go():
@@ -159,6 +186,9 @@ def test_every_request_leaves_once_and_a_client_keeps_its_order(seed):
             else:
                 assert policy["max_queue_size"]
                 assert not policy["drop_oldest"]
+                level = queue._levels[request.priority - 1 if levels else 0]
+                waits = Counter(each.channel for each in level.line)
+                assert max(waits.values(), default=0) <= waits[request.channel] + 1, "others have more"
         elif kind < 0.8:
             batch = queue.take(now)
             assert len({request.signature for request in batch}) <= 1
