@@ -9,24 +9,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, final
 
 import numpy as np
 import numpy.typing as npt
 
 from broker.repository.config import InstanceGroup, ModelConfig
+from broker.worker import backends
 from broker.worker.assembly import assembly_of
-from broker.worker.backends import (
-    Backend,
-    Binding,
-    Context,
-    Operand,
-    RuntimeModel,
-    bind,
-    load_instance,
-    reads_parameters,
-)
+from broker.worker.backends import Backend, Binding, Context, NoRuntime, Operand, RuntimeModel
 from broker.worker.batcher import SingleQueue, has_timeouts, queue_for, scheduler_delay
 from broker.worker.buffers import BatchBuffers, aligned_buffer
 from broker.worker.in_order import InOrder
@@ -131,7 +123,7 @@ class Instance:
         """Have the runtime prepare a run of so many rows, with the hang watch on. What it takes is not measured."""
         self.begin(rows, time.monotonic_ns())
         try:
-            return bind(self.runtime, inputs, outputs, parameters)
+            return backends.bind(self.runtime, inputs, outputs, parameters)
         finally:
             self.end(rows, 0)
 
@@ -212,18 +204,6 @@ class Instance:
     def count_copy(self, reason: str, byte_size: int) -> None:
         """Every copied byte is counted, with its reason."""
         self.block[statistics.COPIED + statistics.REASONS.index(reason)] += byte_size
-
-
-@final
-class NoRuntime:
-    """An ensemble's: nothing is ever bound to it."""
-
-    def bind(self, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Binding:
-        """Never asked for."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """It holds nothing."""
 
 
 @final
@@ -351,9 +331,11 @@ class LoadedModel:
             for number in range(group.count):
                 name = f"{group.name}_{number}"
                 context = Context(self.config, self.version, directory, group, name, self.device)
-                instance = Instance(self, name, load_instance(backend, context), next(places), len(self.instances))
+                instance = Instance(
+                    self, name, backends.load_instance(backend, context), next(places), len(self.instances)
+                )
                 self.instances.append(instance)
-                self.reads_parameters = reads_parameters(instance.runtime)
+                self.reads_parameters = backends.reads_parameters(instance.runtime)
                 if getattr(instance.runtime, "lane", None) is not None:
                     self.reach_gpus()
                 warm_up(self.config, instance.runtime, self.shape)

@@ -16,6 +16,7 @@ import numpy as np
 from broker.repository.config import InstanceGroup, ModelConfig, TensorConfig
 from broker.repository.scheduling import Ensemble as Scheduling
 from broker.repository.scheduling import Step
+from broker.worker.backends import NoRuntime
 from broker.worker.binding import Execution
 from broker.worker.cache import ResponseCache
 from broker.worker.cached import Cached
@@ -23,7 +24,7 @@ from broker.worker.ensemble import Ensemble
 from broker.worker.ensemble_inline import lone_run
 from broker.worker.intake import take_in, withdraw
 from broker.worker.messages import BindPlan
-from broker.worker.model import Instance, LoadedModel, NoRuntime
+from broker.worker.model import Instance, LoadedModel
 from broker.worker.overlap import Crowds
 from broker.worker.plans import Plan, adopt
 from broker.worker.regions import RegionTable

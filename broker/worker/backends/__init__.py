@@ -14,7 +14,7 @@ import inspect
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeGuard, final
 
 import numpy as np
 import numpy.typing as npt
@@ -115,6 +115,18 @@ class GpuModel(RuntimeModel, Protocol):
 
     def bind(self, inputs: list[Operand], outputs: list[Operand]) -> GpuBinding:
         """As of any model."""
+
+
+@final
+class NoRuntime:
+    """An ensemble's: nothing is ever bound to it."""
+
+    def bind(self, inputs: list[Operand], outputs: list[Operand]) -> Binding:
+        """Never asked for."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """It holds nothing."""
 
 
 class DecoupledModel(RuntimeModel, Protocol):
