@@ -93,6 +93,11 @@ def times(number: float):
 
 def write(root: Path) -> None:
     """Members and ensembles; `Gate` files of "slow" lie beside it."""
+    _write_members(root)
+    _write_ensembles(root)
+
+
+def _write_members(root: Path) -> None:
     batched = "max_batch_size: 4 dynamic_batching { }"
     models.write_model(root, "scale", times(3), config=batched)
     models.write_model(root, "shift", models.add1(), config=f"{batched} {OTHER}")
@@ -112,7 +117,14 @@ parameters {{ key: "told" value {{ string_value: "{root / "slow"}/told" }} }}"""
     (root / "once" / "backend.py").write_text(Gate.BACKEND)
     models.write_model(root, "fatal", config=f'max_batch_size: 4 backend: "fatal" {fp32} {OTHER}')
     (root / "fatal" / "backend.py").write_text(FATAL)
+    models.write_model(
+        root,
+        "ints",
+        config=f'max_batch_size: 4 backend: "identity" {int32.replace("PUT", "PUT0")}',
+    )
 
+
+def _write_ensembles(root: Path) -> None:
     one = (["IN FP32 -1"], ["OUT FP32 -1"])
     ensemble(
         root, "chain", *one, step("scale", "x=IN", "y=a"), step("shift", "x=a", "y=b"), step("scale", "x=b", "y=OUT")
@@ -143,11 +155,6 @@ parameters {{ key: "told" value {{ string_value: "{root / "slow"}/told" }} }}"""
     ensemble(root, "unknown", ["IN FP32 -1"], ["where INT64 1,-1", "OUT FP32 1,-1,4"], *steps, batch=0)
     steps = (step("words", "x=IN", "y=a"), step("text", "x=a", "y=b"), step("words", "x=b", "y=OUT"))
     ensemble(root, "texts", ["IN STRING -1"], ["OUT STRING -1"], *steps)
-    models.write_model(
-        root,
-        "ints",
-        config=f'max_batch_size: 4 backend: "identity" {int32.replace("PUT", "PUT0")}',
-    )
     steps = (step("ints", "INPUT0=IN", "OUTPUT0=a"), step("sums", "INPUT=a", "OUTPUT=OUT"))
     ensemble(root, "summing", ["IN INT32 1"], ["OUT INT32 1"], *steps)
     four = (["IN FP32 4"], ["OUT FP32 4"])
