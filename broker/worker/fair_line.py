@@ -137,7 +137,7 @@ class FairLine:
         return (next(iter(line)) for line in lines if line)
 
     def beyond_its_share(self, request: Request) -> Request | None:
-        """The newest request of the client that has most waiting, if that of `request` would still have less with it."""
+        """The newest request of the client that has most waiting, if that of `request` has less even with it."""
         client = id(request.channel)
         lines = self._clients or {self._client: self._own}
         most = max(lines.values(), key=lambda line: len(line))
