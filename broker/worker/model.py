@@ -18,7 +18,7 @@ import numpy.typing as npt
 from broker.repository.config import InstanceGroup, ModelConfig
 from broker.worker import backends
 from broker.worker.assembly import assembly_of
-from broker.worker.backends import Backend, Binding, Context, NoRuntime, Operand, RuntimeModel
+from broker.worker.backends import Backend, Binding, Context, NoRuntime, Operand, RuntimeModel, load_instance
 from broker.worker.batcher import SingleQueue, has_timeouts, queue_for, scheduler_delay
 from broker.worker.buffers import BatchBuffers, aligned_buffer
 from broker.worker.in_order import InOrder
@@ -331,9 +331,7 @@ class LoadedModel:
             for number in range(group.count):
                 name = f"{group.name}_{number}"
                 context = Context(self.config, self.version, directory, group, name, self.device)
-                instance = Instance(
-                    self, name, backends.load_instance(backend, context), next(places), len(self.instances)
-                )
+                instance = Instance(self, name, load_instance(backend, context), next(places), len(self.instances))
                 self.instances.append(instance)
                 self.reads_parameters = backends.reads_parameters(instance.runtime)
                 if getattr(instance.runtime, "lane", None) is not None:
