@@ -32,7 +32,7 @@ def misfit(catalogue: Catalogue, config: ModelConfig) -> str:
             reasons = (version.reason for version in model.versions.values() if version.state == UNAVAILABLE)
             failed = (reason for reason in reasons if reason and not reason.startswith(UNLOADED))
             failures[name] = model.failure or next(failed, "")
-    return ensembles.misfit(config, configs, failures, loaded)
+    return ensembles.misfit(replace(config, worker=""), configs, failures, loaded)
 
 
 def as_members_are(catalogue: Catalogue, config: ModelConfig) -> ModelConfig:
@@ -47,7 +47,7 @@ def as_members_are(catalogue: Catalogue, config: ModelConfig) -> ModelConfig:
     config = replace(
         config,
         output=tuple(replace(each, labels=labels[each.name]) for each in config.output),
-        worker=ensembles.workers_of(config, configs)[0],
+        worker=ensembles.workers_of(replace(config, worker=""), configs)[0],  # members may have moved
     )
     config = replace(config, remote=_remote(catalogue, config))
     if config.decoupled or not ensembles.is_decoupled(config, configs):

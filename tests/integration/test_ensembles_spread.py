@@ -277,6 +277,22 @@ def test_what_is_under_way_ends_as_usual_when_its_member_is_unloaded(broker, cli
     assert np.array_equal(client.infer("with_slow", {"IN": rows()}, timeout=30)["OUT"], 3 * rows() + 1)
 
 
+def test_an_ensemble_moves_with_its_members(broker, client, gate):
+    def worker_of(name: str) -> list[str]:
+        return next(row["workers"] for row in broker.status()["models"] if row["name"] == name)
+
+    x = rows(2)
+    assert worker_of("there") == ["cpu/other"]
+    file = gate.directory.parent / "twice" / "config.pbtxt"
+    config = file.read_text()
+    for text, key in ((config.replace(spread.OTHER, ""), "cpu/default"), (config, "cpu/other")):
+        file.write_text(text)
+        client.load("twice")
+        assert worker_of("there") == [key]
+        for name in ("there", "relay"):
+            assert np.array_equal(client.infer(name, {"IN": x}, timeout=30)["OUT"], FLOATS[name](x))
+
+
 def test_nothing_is_left_of_an_ensemble_that_is_unloaded(broker, client):
     def held() -> tuple[int, int]:
         rows = [row for row in broker.status()["sessions"] if row["library"] == "broker.worker"]

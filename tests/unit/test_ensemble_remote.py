@@ -179,6 +179,18 @@ def test_a_plan_that_cannot_be_had_fails_its_request(bench):
     assert request.note.startswith(b"in ensemble 'E', there are too many (step 1: model 'm1' on 'x0' = 't0'")
 
 
+def test_answers_are_kept_for_what_the_members_elsewhere_have_read(bench):
+    model = chain(bench, {0, 1, 2})
+    bench.keep_answers(model)
+    plan = bench.plan(model, (4, WIDTH), ["OUT"])
+    first = bench.ask(plan, 0, ones(), rows=1)
+    plan.inputs[0].memory(0)[:] = 0  # by its client, while the request is under way
+    bench.drain()
+    again = bench.ask(plan, 1, ones(), rows=1)
+    assert not bench.queue
+    assert answer(bench, first) == answer(bench, again) == 4
+
+
 def test_who_ends_a_worker_twice_is_named(bench):
     model = chain(bench, {1})
     plan = bench.plan(model, (4, WIDTH), ["OUT"])
