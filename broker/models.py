@@ -312,7 +312,8 @@ class Models(Catalogue):
             model.failure = ""
             reason = f"{UNLOADED}: {reason}" if reason else UNLOADED
             problems = await self._life.unload(name, model.versions, reason)
-            for number in [number for number, version in model.versions.items() if version.config is None]:
+            failed = [n for n, found in model.versions.items() if found.config is None and found.reason != UNLOADED]
+            for number in failed:
                 del model.versions[number]  # it never served: nothing to say of it any more
             if not model.versions and self.known.get(name) is model:
                 del self.known[name]
