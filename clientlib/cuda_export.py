@@ -28,6 +28,10 @@ REMEDIES: Final = {
     "other": "it is managed memory, or mapped without a handle that can be exported (torch's expandable_segments of "
     f"some versions do that). Use {ALLOC}, or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False",
 }
+SEVERAL: Final = (
+    "it lies in a row of allocations that are mapped one after the other (torch's expandable_segments), of which a "
+    f"descriptor names one. Use {ALLOC}, or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
+)
 WSL: Final = "under WSL2 there is no CUDA IPC: GPU memory cannot be shared between processes; use create_region()"
 TEGRA: Final = (
     "this GPU shares the host's memory (Jetson) and has no CUDA IPC of ordinary allocations; use create_region(), "
@@ -74,7 +78,7 @@ def export(name: str, tensor: object, pointer: object, byte_size: object, device
             name, f"{source.byte_size} bytes were given, of which {place.size - offset} lie in the allocation"
         )
     with Context(place.ordinal):
-        handle, fd = _handle(name, source.pointer, place)
+        handle, fd = _handle(name, source, place)
     memory = CudaMemory(
         kind=VMM if fd >= 0 else LEGACY,
         device=found.uuid,
@@ -177,15 +181,17 @@ def _find(name: str, source: Source, known: tuple[Device, ...]) -> handles.Place
     )
 
 
-def _handle(name: str, pointer: int, place: handles.Place) -> tuple[bytes, int]:
+def _handle(name: str, source: Source, place: handles.Place) -> tuple[bytes, int]:
     """(handle, -1) or (b"", descriptor)."""
     if place.origin in REMEDIES:
         raise _refused(name, REMEDIES[place.origin], Code.UNSUPPORTED)
     try:
         if place.origin == "vmm":
-            return b"", handles.export_vmm(pointer)
+            if not handles.one_allocation(place.base, source.pointer + source.byte_size - 1):
+                raise _refused(name, SEVERAL, Code.UNSUPPORTED)
+            return b"", handles.export_vmm(source.pointer)
         _check_platform(name, place.ordinal)
-        return handles.export_legacy(pointer), -1
+        return handles.export_legacy(source.pointer), -1
     except CudaError as error:
         raise _refused(name, f"the driver does not export it: {error.message}. Use {ALLOC}", Code.UNSUPPORTED) from None
 

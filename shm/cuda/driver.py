@@ -11,6 +11,7 @@ the driver but has no context, so no memory of a GPU, until a Context is entered
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -108,10 +109,12 @@ def call(name: str, *arguments: Any) -> Any:
 
 
 def attempt(name: str, *arguments: Any) -> Any:
-    """As `call`, but None when the driver answers with an error: for questions that may have no answer."""
+    """As `call`, but None when the driver answers with an error that is not sticky: for what may have no answer."""
     try:
         return call(name, *arguments)
-    except CudaError:
+    except CudaError as error:
+        if error.sticky:
+            raise
         return None
 
 
@@ -233,7 +236,8 @@ class Context:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        attempt("cuCtxPopCurrent")  # with a sticky error even this fails, and that error is the one to be seen
+        with contextlib.suppress(CudaError):  # with a sticky error even this fails, and that error was seen
+            call("cuCtxPopCurrent")
 
 
 def has_context(ordinal: int) -> bool:

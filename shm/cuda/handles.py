@@ -111,6 +111,14 @@ def export_vmm(pointer: int) -> int:
     return fd
 
 
+def one_allocation(first: int, last: int) -> bool:
+    """Is VMM memory the same physical allocation at both addresses? Several may be mapped one after the other."""
+    retained = [call("cuMemRetainAllocationHandle", pointer) for pointer in (first, last)]
+    for handle in retained:
+        call("cuMemRelease", handle)
+    return int(retained[0]) == int(retained[1])
+
+
 @final
 class Mapping:
     """VMM memory mapped into this process at `pointer`: `byte_size` bytes, a multiple of the granularity."""

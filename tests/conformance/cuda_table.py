@@ -256,6 +256,8 @@ def case_vmm() -> Facts:
     place = handles.locate(mapping.pointer + 100)
     facts: Facts = {"granularity": size, "foreign_descriptor": foreign, "origin": place and place.origin}
     facts["range_is_mapping"] = place is not None and (place.base, place.size) == (mapping.pointer, size)
+    facts["handles_of_one_are_equal"] = handles.one_allocation(mapping.pointer, mapping.pointer + size - 1)
+    facts["handles_of_two_differ"] = not handles.one_allocation(mapping.pointer, handles.create_vmm(0, 1).pointer)
     facts["odd_size"] = outcome("cuMemCreate", size + 1, handles._properties(0), 0)
     facts["legacy_handle"] = outcome("cuIpcGetMemHandle", mapping.pointer)
     peer = Peer("importer")

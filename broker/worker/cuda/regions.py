@@ -33,14 +33,13 @@ Key = tuple[int, int]  # (region, generation), as the broker counts them
 
 @final
 class Opened:
-    """One allocation of another process, mapped at [pointer, pointer + size) here. `owners`: sessions that named it."""
+    """One allocation of another process, mapped at [pointer, pointer + size) here, and the regions in it."""
 
-    __slots__ = ("close", "handle", "owners", "pointer", "regions", "size")
+    __slots__ = ("close", "handle", "pointer", "regions", "size")
 
     def __init__(self, pointer: int, size: int, handle: bytes, close: Callable[[], None]) -> None:
         self.pointer, self.size, self.handle, self.close = pointer, size, handle, close
         self.regions: set[CudaRegion] = set()
-        self.owners: set[Hashable] = set()
 
 
 @final
@@ -126,7 +125,6 @@ class CudaRegions:
         region = CudaRegion(key, name, owner, memory, opened, writable)
         with self._lock:
             opened.regions.add(region)
-            opened.owners.add(owner)
             self._regions[key] = region
         return region
 
@@ -244,7 +242,7 @@ class CudaRegions:
             stale = [
                 opened
                 for opened in self._by_handle.values()
-                if opened.owners == {owner} and not any(region.running for region in opened.regions)
+                if all(region.owner == owner and not region.running for region in opened.regions)
             ]
             for opened in stale:
                 for region in list(opened.regions):
