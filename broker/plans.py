@@ -147,7 +147,7 @@ class Plans:
     async def prepare_at(self, session: int, request: PrepareAt) -> None:
         """Bind a plan to one more worker that serves its model; returns when that worker knows it.
 
-        Raises NOT_FOUND, and UNAVAILABLE for a worker that is not up: it is not waited for, there are others.
+        Raises NOT_FOUND, and UNAVAILABLE for a worker that is not up and not to be waited for.
         """
         plan = self._find(session, request.index, request.generation)
         if plan is None:
@@ -156,7 +156,7 @@ class Plans:
         serving = self._models.workers_for(message.model, "" if message.follow_latest else str(message.version))
         for worker in reaching(serving, plan.regions):
             if worker.key == request.worker:
-                if worker.state != "ready":
+                if worker.state != "ready" and not request.wait:
                     raise InferError(Code.UNAVAILABLE, f"worker '{worker.key}' is {worker.state}")
                 await self._bind(plan, worker)
                 if self._find(session, request.index, request.generation) is not plan:  # it has ended meanwhile

@@ -15,8 +15,9 @@ from types import TracebackType
 from typing import Any, TypeVar, final
 
 from clientlib.arguments import LoadConfig, LoadFiles, load_arguments, model_text, text, version_text, whole
+from clientlib.async_claims import turn
 from clientlib.async_lane import AsyncLane, LoopLanes
-from clientlib.async_plans import AsyncPlan, turn
+from clientlib.async_plans import AsyncPlan
 from clientlib.async_reach import AsyncReach
 from clientlib.async_session import AsyncSession
 from clientlib.async_streams import AsyncSource, AsyncStream
@@ -25,7 +26,8 @@ from clientlib.callable_model import AsyncModel
 from clientlib.client import CALL_S, MAX_SLOTS, RECONNECT_S
 from clientlib.cuda_export import allocate, export
 from clientlib.cuda_region import CudaRegion, register
-from clientlib.layout import PlanOutdated, RoomNeeded
+from clientlib.failures import PlanOutdated, RoomNeeded
+from clientlib.homes import Homes
 from clientlib.link import Bound, Link, Prepared
 from clientlib.native import Native
 from clientlib.process import StaysHere
@@ -33,6 +35,7 @@ from clientlib.recipe import Budget, Outputs, Recipe, Slots, recipe
 from clientlib.region import AsyncRegion, MappedRegion, NamedRegion, TensorRef
 from clientlib.results import InferResult
 from clientlib.session import Answer
+from clientlib.spread import Spread
 from clientlib.submission import MAX_PRIORITY, deadline_ns_of
 from shm.errors import ConnectionLost, InferError
 from shm.messages import Message, ModelMetadata, RegionInfo, RegionRecord
@@ -62,6 +65,7 @@ class AsyncClient(StaysHere):
         self._preparing: dict[object, asyncio.Lock] = {}
         self._reach = AsyncReach(self.native, self._loop)
         self._opening = asyncio.Lock()
+        self._binding: set[asyncio.Task[None]] = set()
         self.lost = asyncio.Event()  # of adopted clients: the session has ended, and with it the client
 
     async def start(self, timeout: float) -> None:
@@ -90,7 +94,8 @@ class AsyncClient(StaysHere):
         except BaseException:
             session.close()
             raise
-        client.native.link = Link(client.native.lose, session, LoopLanes())
+        # Gateways answer for clients that know of one broker only: the steps of a sequence may come by several of them.
+        client.native.link = Link(client.native.lose, session, LoopLanes(), Homes(shared=True))
         return client
 
     async def call(
@@ -295,6 +300,22 @@ class AsyncClient(StaysHere):
         # Hundreds of plans may be used for the first time at once: one opens the channel, for all.
         async with turn(self._opening, ends - self._loop.time(), "opens a channel"):
             return await self._reach.run_until(ends, lambda link: self.native.bind(link, plan))
+
+    async def bind_at(self, spread: Spread[AsyncLane], worker: str, deadline_ns: int) -> Bound[AsyncLane] | None:
+        """What the loop needs to submit to one more worker. None: the session of `spread` has ended."""
+        ends = self._reach.ends(deadline_ns, RECONNECT_S)
+        return await self._reach.run_until(ends, lambda link: self.native.binder.bind_at(link, spread, worker))
+
+    def bind_missing(self, spread: Spread[AsyncLane]) -> None:
+        """Try the workers again that were not up, beside whatever else goes on."""
+
+        async def bind() -> None:
+            with contextlib.suppress(InferError):
+                await self._reach.run(lambda link: self.native.binder.bind_missing(link, spread))
+
+        task = self._loop.create_task(bind())
+        self._binding.add(task)
+        task.add_done_callback(self._binding.discard)
 
     async def grow(self, plan: AsyncPlan, needed: RoomNeeded, deadline_ns: int) -> None:
         """Give an output of `plan` more room."""

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, final
 from clientlib.arena import Lease
 from clientlib.arguments import seconds
 from clientlib.async_lane import AsyncLane
+from clientlib.failures import NotServed
 from clientlib.layout import Layout
 from clientlib.link import Bound
 from clientlib.pending import expired
 from clientlib.process import StaysHere
 from clientlib.results import InferResult
 from clientlib.submission import CARRIED
-from shm.errors import Code
+from shm.errors import Code, InferError
 from shm.layout import CODE_MASK, FINAL
 
 if TYPE_CHECKING:
@@ -195,12 +196,18 @@ class AsyncPending(StaysHere):
             if self.entry is None:
                 raise expired()
             if code := self.entry[2] & CODE_MASK:
-                raise self._bound.layout.failure(code, self.note)
+                raise self._failure(code)
             self._result = self._bound.layout.result(
                 self.entry, self.note, self.output_slot, self._rows, self.lease, self.copied
             )
             self.lease = None
         return self._result
+
+    def _failure(self, code: int) -> InferError:
+        error = self._bound.layout.failure(code, self.note)
+        if isinstance(error, NotServed):
+            self.plan.look_again()
+        return error
 
     def _expire(self) -> None:
         self._timer = None

@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
 import numpy.typing as npt
 
-from clientlib.arena import Bank, Lease
+from clientlib.async_claims import take_place, turn
 from clientlib.async_lane import AsyncLane
 from clientlib.async_pending import AsyncPending
 from clientlib.async_streams import AsyncInflow, AsyncSingle, AsyncSource, AsyncStream
-from clientlib.layout import RangeInUse, RoomNeeded
+from clientlib.failures import NotServed, RangeInUse, RoomNeeded
 from clientlib.link import Bound, Prepared, outside
 from clientlib.overlap import Live, in_use
-from clientlib.pending import expired
 from clientlib.plans import Plan, was_released
 from clientlib.process import StaysHere
 from clientlib.recipe import Recipe
 from clientlib.results import InferResult
+from clientlib.spread import Spread
 from clientlib.streams import only_streams
 from clientlib.submission import (
     NOT_CARRIED,
@@ -45,7 +45,17 @@ if TYPE_CHECKING:
 class AsyncPlan(StaysHere):
     """A model, and where its inputs and outputs lie, checked once. Verbs and arguments are those of `Plan`."""
 
-    __slots__ = ("__weakref__", "_binding", "_bound", "_client", "_released", "_streaming", "prepared", "recipe")
+    __slots__ = (
+        "__weakref__",
+        "_binding",
+        "_bound",
+        "_client",
+        "_released",
+        "_spread",
+        "_streaming",
+        "prepared",
+        "recipe",
+    )
     elsewhere = Plan.elsewhere
 
     def __init__(self, client: AsyncClient, recipe: Recipe) -> None:
@@ -53,6 +63,7 @@ class AsyncPlan(StaysHere):
         self._binding = asyncio.Lock()
         self._bound: Bound[AsyncLane] | None = None
         self._streaming: Bound[AsyncLane] | None = None  # instead of it, where requests have any number of responses
+        self._spread: Spread[AsyncLane] | None = None  # instead of either, where several workers serve the model
         self._released = False
         self.recipe = recipe
         self.prepared: Prepared[AsyncLane] | None = None
@@ -75,6 +86,8 @@ class AsyncPlan(StaysHere):
             return await (await self._start(deadline_ns, input_slot, output_slot, options)).finish()
         except RoomNeeded as needed:
             await self._client.grow(self, needed, deadline_ns)
+        except NotServed:
+            pass  # by that worker, which is not asked again
         except NOT_CARRIED:
             check_all(input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end)
             raise
@@ -118,6 +131,8 @@ class AsyncPlan(StaysHere):
             return await (await self._start(deadline_ns, 0, None, options, values)).finish()
         except RoomNeeded as needed:
             await self._client.grow(self, needed, deadline_ns)
+        except NotServed:
+            pass
         return await (await self._start(deadline_ns, 0, None, options, values)).finish()
 
     def stream(
@@ -178,12 +193,18 @@ class AsyncPlan(StaysHere):
 
     async def ready(self, deadline_ns: int) -> None:
         """Requests that are made from here on leave in their order: none has to wait for what the first one needs."""
-        if self._bound is None and self._streaming is None:
-            await self._bind_any(deadline_ns)
+        if self._bound is None and self._streaming is None and self._spread is None:
+            await self._bind_once(deadline_ns)
 
     def unbind(self) -> None:
         """The next request asks for its channel and the plan's word again."""
-        self._bound = self._streaming = None
+        self._bound = self._streaming = self._spread = None
+
+    def look_again(self) -> None:
+        """The worker does not serve the model any more: the next request asks who does."""
+        if self.prepared is not None:
+            self.prepared.moved = True
+        self.unbind()
 
     def __del__(self) -> None:
         if self.prepared is not None:
@@ -218,7 +239,7 @@ class AsyncPlan(StaysHere):
         values: Sequence[npt.NDArray[Any]] = (),
     ) -> AsyncSource:
         """Send the request of a stream. `values`: as for `infer_arrays`."""
-        bound = self._bound or self._streaming or await self._bind_any(deadline_ns)
+        bound = self._bound or self._streaming or await self._bind_any(deadline_ns, options)
         if not bound.layout.responses:
             return AsyncSingle(await self._start(deadline_ns, input_slot, None, options, values))
         if (needed := bound.layout.outgrown) is not None:
@@ -245,33 +266,52 @@ class AsyncPlan(StaysHere):
         options: AnyOptions,
         values: Sequence[npt.NDArray[Any]] = (),
     ) -> AsyncSource | None:
-        """The same once more, with more room, if `error` says that this was missing."""
-        if not isinstance(error, RoomNeeded):
+        """The same once more, with more room or elsewhere, if `error` says that this was what it lacked."""
+        if isinstance(error, RoomNeeded):
+            await self._client.grow(self, error, deadline_ns)
+        elif not isinstance(error, NotServed):
             return None
-        await self._client.grow(self, error, deadline_ns)
         return await self.source(deadline_ns, input_slot, options, values)
 
-    async def _bind(self, deadline_ns: int) -> Bound[AsyncLane]:
+    async def _bind(self, deadline_ns: int, options: AnyOptions) -> Bound[AsyncLane]:
         """For requests that have one response."""
-        bound = await self._bind_any(deadline_ns)
+        bound = await self._bind_any(deadline_ns, options)
         if bound.layout.responses:
             raise only_streams(self.recipe.model)
         return bound
 
-    async def _bind_any(self, deadline_ns: int) -> Bound[AsyncLane]:
-        """One question to the broker for all tasks that start requests meanwhile."""
+    async def _bind_any(self, deadline_ns: int, options: AnyOptions) -> Bound[AsyncLane]:
+        bound: Bound[AsyncLane] | None = None
+        while bound is None:
+            spread = self._spread
+            if spread is None and (bound := await self._bind_once(deadline_ns)) is not None:
+                break
+            if (spread := spread or self._spread) is None:
+                continue
+            if spread.is_due():  # by itself: no request waits for it, and so none is overtaken
+                self._client.bind_missing(spread)
+            worker = spread.pick(options[2:5])
+            if (bound := spread.bounds.get(worker)) is None:
+                async with turn(self._binding, remaining_s(deadline_ns), "binds the same plan"):
+                    bound = spread.bounds.get(worker) or await self._client.bind_at(spread, worker, deadline_ns)
+        return bound
+
+    async def _bind_once(self, deadline_ns: int) -> Bound[AsyncLane] | None:
+        """One question to the broker for all tasks that start requests meanwhile. None: there is a choice."""
         async with turn(self._binding, remaining_s(deadline_ns), "binds the same plan"):
             bound = self._bound or self._streaming
-            if bound is None:
+            if bound is None and self._spread is None:
                 bound = None if self._released else await self._client.bind(self, deadline_ns)
                 if bound is None or self._released:
                     await self.release()  # also what was prepared meanwhile
                     raise was_released()
-                if bound.layout.responses:
+                if bound.spread is not None:
+                    self._spread = bound.spread
+                elif bound.layout.responses:
                     self._streaming = bound  # `_start`, which finds no other, must not use it
                 else:
                     self._bound = bound
-            return bound
+            return bound if self._spread is None else None
 
     async def _start(
         self,
@@ -281,7 +321,7 @@ class AsyncPlan(StaysHere):
         options: AnyOptions,
         values: Sequence[npt.NDArray[Any]] = (),
     ) -> AsyncPending:
-        bound = self._bound or await self._bind(deadline_ns)
+        bound = self._bound or await self._bind(deadline_ns, options)
         flags = check_options(*options) if any(options) else 0
         lease = None
         if bound.layout.bank is not None:
@@ -327,41 +367,3 @@ class AsyncPlan(StaysHere):
                 return
             bound.channel.reap()  # the other request may have ended since the last look
         raise (InferError if holder is None else RangeInUse)(Code.INVALID_ARG, overlap)
-
-
-async def take_place(bank: Bank, deadline_ns: int) -> Lease:
-    """Await a place, first come, first served."""
-    loop = asyncio.get_running_loop()
-    called = asyncio.Event()
-
-    def call() -> None:  # called from any thread, wherever an array was collected
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(called.set)
-
-    turn = bank.wait(call)
-    try:
-        async with asyncio.timeout(remaining_s(deadline_ns)):
-            await called.wait()
-    except BaseException as error:
-        bank.leave(turn)
-        del turn  # a task that was cancelled keeps this frame, which must not keep a place
-        if isinstance(error, TimeoutError):
-            raise expired() from None
-        raise
-    lease = bank.leave(turn)
-    assert lease is not None
-    return lease
-
-
-@contextlib.asynccontextmanager
-async def turn(lock: asyncio.Lock, patience_s: float | None, what: str) -> AsyncIterator[None]:
-    """Hold `lock`. Raises InferError UNAVAILABLE when another task, which does `what`, has it for too long."""
-    try:
-        async with asyncio.timeout(patience_s):
-            await lock.acquire()
-    except TimeoutError:
-        raise InferError(Code.UNAVAILABLE, f"timeout expired while another task {what}") from None
-    try:
-        yield
-    finally:
-        lock.release()

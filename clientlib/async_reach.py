@@ -13,8 +13,8 @@ from typing import TypeVar, final
 
 from clientlib.address import Absent, dial
 from clientlib.arguments import seconds
+from clientlib.async_claims import turn
 from clientlib.async_lane import AsyncLane, LoopLanes
-from clientlib.async_plans import turn
 from clientlib.async_session import AsyncSession
 from clientlib.client import CALL_S, RECONNECT_S, RETRY_S
 from clientlib.link import Link

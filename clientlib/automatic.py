@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clientlib.arguments import model_text, parameters_of, text, version_text
-from clientlib.layout import PlanOutdated
+from clientlib.failures import PlanOutdated
 from clientlib.recipe import ArrayInput, Budget, Outputs, Recipe, check_outputs
 from clientlib.region import TensorRef
 from shm import datatypes

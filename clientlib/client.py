@@ -24,7 +24,7 @@ from clientlib.callable_model import Model
 from clientlib.channels import Lane, Lanes
 from clientlib.cuda_export import allocate, export
 from clientlib.cuda_region import CudaRegion, register
-from clientlib.layout import PlanOutdated, RoomNeeded
+from clientlib.failures import PlanOutdated, RoomNeeded
 from clientlib.link import Bound, Link, Prepared
 from clientlib.native import Native
 from clientlib.plans import Plan
@@ -33,6 +33,7 @@ from clientlib.recipe import Budget, Outputs, Slots, recipe
 from clientlib.region import MappedRegion, Region, TensorRef
 from clientlib.results import InferResult
 from clientlib.session import Procedure
+from clientlib.spread import Spread
 from clientlib.streams import Source, Stream
 from clientlib.submission import MAX_PRIORITY, deadline_ns_of
 from clientlib.sync_session import SyncSession
@@ -251,6 +252,16 @@ class Client(StaysHere):
     def bind(self, plan: Plan, deadline_ns: int) -> Bound[Lane]:
         """What this thread needs to submit requests of `plan`."""
         return self._run_until(_ends(deadline_ns, RECONNECT_S), lambda link: self.native.bind(link, plan))
+
+    def bind_at(self, spread: Spread[Lane], worker: str, deadline_ns: int) -> Bound[Lane] | None:
+        """What this thread needs to submit to one more worker. None: the session of `spread` has ended."""
+        return self._run_until(
+            _ends(deadline_ns, RECONNECT_S), lambda link: self.native.binder.bind_at(link, spread, worker)
+        )
+
+    def bind_missing(self, spread: Spread[Lane], deadline_ns: int) -> None:
+        """Try the workers again that were not up."""
+        self._run_until(_ends(deadline_ns, RECONNECT_S), lambda link: self.native.binder.bind_missing(link, spread))
 
     def grow(self, plan: Plan, needed: RoomNeeded, deadline_ns: int) -> None:
         """Give an output of `plan` more room."""

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple, final
@@ -16,6 +15,7 @@ import numpy.typing as npt
 
 from clientlib import raw_results, responses, shapes
 from clientlib.arena import Bank, Block, Lease, aligned, owning
+from clientlib.failures import RoomNeeded, error_of
 from clientlib.overlap import Ranges, Span
 from clientlib.recipe import ArrayInput, Recipe
 from clientlib.region import MappedRegion, TensorRef
@@ -29,26 +29,6 @@ from shm.messages import ModelMetadata, TensorSpec
 from shm.views import Placement
 
 Array = npt.NDArray[Any]
-_TOO_SMALL = re.compile(r"output '(.+?)' \(\d+ bytes\) should be at least (\d+) bytes")
-_OUTDATED = "prepare the plan again"  # how the worker's refusal ends
-_IN_USE = re.compile(r"still in flight|in flight on plans that share memory")  # what the worker says of other requests
-
-
-class RoomNeeded(InferError):
-    """An output was larger than the room the client had reserved for it: reserve `byte_size` and ask again."""
-
-    def __init__(self, code: Code, message: str, output: str, byte_size: int) -> None:
-        super().__init__(code, message)
-        self.output = output
-        self.byte_size = byte_size
-
-
-class RangeInUse(InferError):
-    """A live request reads or writes memory that this one would write, or writes what it would read."""
-
-
-class PlanOutdated(InferError):
-    """The model was reloaded with other inputs or outputs since the plan was made. The request has not run."""
 
 
 class _Tensor(NamedTuple):
@@ -300,14 +280,7 @@ class Layout:
             name = Code(code)
         except ValueError:
             name = Code.UNKNOWN
-        match = _TOO_SMALL.search(text)
-        if match and any(tensor.name == match[1] and tensor.own for tensor in self.outputs):
-            return RoomNeeded(name, text, match[1], int(match[2]))
-        if text.endswith(_OUTDATED):
-            return PlanOutdated(name, text)
-        if _IN_USE.search(text):
-            return RangeInUse(name, text)
-        return InferError(name, text)
+        return error_of(name, text, [tensor.name for tensor in self.outputs if tensor.own])
 
 
 def sketch(recipe: Recipe, model: ModelMetadata) -> Sketch:

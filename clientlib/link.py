@@ -6,13 +6,17 @@ Seen by `clientlib.native`, which fills it, and by the plans, which submit throu
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, final
 
+from clientlib.homes import Homes
 from clientlib.layout import Layout
 from clientlib.recipe import Recipe
 from shm import messages
 from shm.client_channel import ClientChannel
 from shm.errors import Code, InferError
+
+if TYPE_CHECKING:
+    from clientlib.spread import Spread
 
 
 class Lane(Protocol):
@@ -61,9 +65,13 @@ class Session(Protocol):
 class Link(Generic[L]):
     """One session with the broker and what belongs to it alone."""
 
-    def __init__(self, lose: Callable[[Link[L]], None], session: Session, lanes: Lanes[L]) -> None:
+    def __init__(
+        self, lose: Callable[[Link[L]], None], session: Session, lanes: Lanes[L], homes: Homes | None = None
+    ) -> None:
+        """`homes`: of sequences of models that several workers serve."""
         self.session = session
         self.lanes = lanes
+        self.homes = homes if homes is not None else Homes()
         self._lose = lose
 
     def channel_gone(self) -> None:
@@ -75,9 +83,10 @@ class Link(Generic[L]):
 class Bound(Generic[L]):
     """A plan prepared on a link: everything a request needs, so that the hot path looks in one place."""
 
-    __slots__ = ("channel", "input_positions", "lane", "layout", "live", "output_positions", "ranges", "word")
+    __slots__ = ("channel", "input_positions", "lane", "layout", "live", "output_positions", "ranges", "spread", "word")
 
     def __init__(self, lane: L, layout: Layout, word: int) -> None:
+        self.spread: Spread[L] | None = None  # there are other workers, too
         self.lane = lane
         self.channel = lane.channel
         self.layout = layout
@@ -101,12 +110,15 @@ def outside(bound: Bound[Any], input_slot: int, output_slot: int) -> InferError:
 class Prepared(Generic[L]):
     """Where a plan was prepared last."""
 
-    __slots__ = ("generation", "index", "layout", "link", "worker")
+    __slots__ = ("bound_at", "generation", "index", "layout", "link", "moved", "worker", "workers")
 
     def __init__(self, link: Link[L], layout: Layout, reply: messages.Prepared) -> None:
         self.link = link
         self.layout = layout
         self.index, self.generation, self.worker = reply.index, reply.generation, reply.worker
+        self.workers = reply.workers  # if there are several that may serve it
+        self.bound_at = {reply.worker}
+        self.moved = False  # a worker has said that it does not serve the model any more
 
     @property
     def word(self) -> int:

@@ -20,14 +20,16 @@ from typing import Any, Generic, final
 from clientlib import process
 from clientlib.arena import Block, Store
 from clientlib.arguments import LONGEST_TEXT, model_text, shown, text, version_text, whole
+from clientlib.binding import Binder
 from clientlib.cuda_region import CudaRegion
-from clientlib.layout import Layout, RoomNeeded, sketch
+from clientlib.failures import RoomNeeded
+from clientlib.layout import Layout, sketch
 from clientlib.link import Bound, L, Link, PlanState, Prepared
 from clientlib.recipe import Recipe
 from clientlib.region import MappedRegion, TensorRef
 from clientlib.session import Answer, Call, Procedure
+from clientlib.spread import Spread
 from shm import messages
-from shm.client_channel import ClientChannel
 from shm.errors import Code, ConnectionLost, InferError
 from shm.load_parameters import pack
 from shm.messages import ModelMetadata, RegionRecord, Welcome
@@ -50,8 +52,7 @@ class Native(Generic[L]):
         self.regions: dict[str, MappedRegion] = {}
         self.known: dict[tuple[str, str], ModelMetadata] = {}  # by name and version asked for, as last heard
         self._store = Store()
-        self._slots = slots
-        self._spin_s = spin_s
+        self.binder: Binder[L] = Binder(slots, spin_s)
         self._make_region = make_region
         self._lock = threading.Lock()  # for the set: adding while another thread goes through it is an error
         self._plans: weakref.WeakSet[PlanState[L]] = weakref.WeakSet()
@@ -336,33 +337,19 @@ class Native(Generic[L]):
             assert prepared is not None
         elif prepared.link is not link:
             prepared = yield from self._prepare(link, plan, prepared.layout)
-        lane = link.lanes.mine(prepared.worker)
-        if lane is None:
-            lane = yield from self._open_channel(link, prepared.worker)
-        return Bound(lane, prepared.layout, prepared.word)
-
-    def _open_channel(self, link: Link[L], worker: str) -> Procedure[L]:
-        try:
-            reply, fds = yield Call(messages.OpenChannel(worker=worker, slots=self._slots), expects=3)
-        except ConnectionLost:
-            raise
-        except InferError as error:
-            # Several threads may have asked for the last channel at once.
-            lane = link.lanes.shared(worker) if error.code == Code.UNAVAILABLE.name else None
-            if lane is None:
-                raise
-            return lane
-        assert isinstance(reply, messages.ChannelInfo)
-        try:
-            memory, bell, pipe = fds
-            channel = ClientChannel(memory, bell, pipe, reply.slots, self._spin_s)
-        except BaseException:
-            close_all(fds)
-            raise
-        lane = link.lanes.add(worker, channel, link)
-        if lane.channel is not channel:  # others opened one at the same time
-            yield Call(messages.CloseChannel(channel=reply.channel))
-        return lane
+        elif prepared.moved:
+            try:
+                prepared = yield from self._prepare(link, plan, prepared.layout)
+            except InferError as error:
+                if isinstance(error, ConnectionLost):
+                    raise
+                # It is served nowhere now: what was prepared is good again when it is loaded where it was.
+        bound = yield from self.binder.bind(link, prepared, prepared.worker)
+        if prepared.workers:
+            bound.spread = Spread(plan.recipe.model, link, prepared)
+            bound.spread.bounds[prepared.worker] = bound
+            yield from self.binder.bind_missing(link, bound.spread)
+        return bound
 
     def released(self, prepared: Prepared[L]) -> None:
         """Nobody will use this preparation any more. Any thread, any time."""

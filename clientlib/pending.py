@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, final
 from clientlib.arena import Lease
 from clientlib.arguments import seconds
 from clientlib.channels import Lane
+from clientlib.failures import NotServed
 from clientlib.layout import Layout
 from clientlib.results import InferResult
 from clientlib.waiting import Waiting
@@ -109,10 +110,16 @@ class Pending(Waiting):
             entry = self.entry
             assert entry is not None
             if code := entry[2] & CODE_MASK:
-                raise self.layout.failure(code, self.note)
+                raise self._failure(code)
             self._result = self.layout.result(entry, self.note, self.output_slot, self.rows, self.lease, self.copied)
             self.lease = None
         return self._result
+
+    def _failure(self, code: int) -> InferError:
+        error = self.layout.failure(code, self.note)
+        if isinstance(error, NotServed):
+            self.plan.look_again()
+        return error
 
 
 def expired() -> InferError:

@@ -17,14 +17,15 @@ import numpy.typing as npt
 
 from clientlib.channels import Lane
 from clientlib.claims import claim, look_at, submit_when_free, take_place
-from clientlib.layout import RoomNeeded
+from clientlib.failures import NotServed, RoomNeeded
 from clientlib.link import Bound, Prepared, outside
 from clientlib.pending import Pending
 from clientlib.process import StaysHere
 from clientlib.recipe import Recipe
 from clientlib.results import InferResult
+from clientlib.spread import Spread
 from clientlib.streams import Single, Source, Stream, only_streams, start
-from clientlib.submission import NOT_CARRIED, Options, check_all, check_options, deadline_ns_of
+from clientlib.submission import NOT_CARRIED, Options, Route, check_all, check_options, deadline_ns_of
 from clientlib.waiting import LONGEST_WAIT_S
 from shm.errors import Code, InferError
 
@@ -75,6 +76,8 @@ class Plan(StaysHere):
             return self._finish(pending)
         except RoomNeeded as needed:
             self._client.grow(self, needed, deadline_ns)
+        except NotServed:
+            pass  # by that worker, which is not asked again
         except NOT_CARRIED:
             check_all(input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end)
             raise
@@ -136,7 +139,8 @@ class Plan(StaysHere):
     ) -> Source:
         """Send the request of a stream. `values`: as for `infer_arrays`."""
         local = self._local
-        bound = getattr(local, "bound", None) or getattr(local, "streaming", None) or self._bind_any(deadline_ns)
+        bound = getattr(local, "bound", None) or getattr(local, "streaming", None)
+        bound = bound or self._bind_any(deadline_ns, options[2:])
         if not bound.layout.responses:
             return Single(self._start(deadline_ns, input_slot, None, *options, values))
         if (needed := bound.layout.outgrown) is not None:
@@ -154,10 +158,11 @@ class Plan(StaysHere):
         options: Options,
         values: Sequence[npt.NDArray[Any]] = (),
     ) -> Source | None:
-        """The same once more, with more room, if `error` says that this was missing."""
-        if not isinstance(error, RoomNeeded):
+        """The same once more, with more room or elsewhere, if `error` says that this was what it lacked."""
+        if isinstance(error, RoomNeeded):
+            self._client.grow(self, error, deadline_ns)
+        elif not isinstance(error, NotServed):
             return None
-        self._client.grow(self, error, deadline_ns)
         return self.source(deadline_ns, input_slot, options, values)
 
     def infer_arrays(self, values: Sequence[npt.NDArray[Any]], deadline_ns: int, priority: int) -> InferResult:
@@ -166,6 +171,8 @@ class Plan(StaysHere):
             return self._finish(self._start(deadline_ns, 0, None, 0, priority, 0, False, False, values))
         except RoomNeeded as needed:
             self._client.grow(self, needed, deadline_ns)
+        except NotServed:
+            pass
         return self._finish(self._start(deadline_ns, 0, None, 0, priority, 0, False, False, values))
 
     def release(self) -> None:
@@ -198,30 +205,49 @@ class Plan(StaysHere):
         """The next request of every thread asks for its channel and the plan's word again."""
         self._local = threading.local()
 
+    def look_again(self) -> None:
+        """The worker does not serve the model any more: the next request asks who does."""
+        if self.prepared is not None:
+            self.prepared.moved = True
+        self.unbind()
+
     def __del__(self) -> None:
         if self.prepared is not None:
             self._client.native.released(self.prepared)
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    def _bind(self, deadline_ns: int) -> Bound[Lane]:
+    def _bind(self, deadline_ns: int, route: Route) -> Bound[Lane]:
         """For requests that have one response."""
-        bound = self._bind_any(deadline_ns)
+        bound = self._bind_any(deadline_ns, route)
         if bound.layout.responses:
             raise only_streams(self.recipe.model)
         return bound
 
-    def _bind_any(self, deadline_ns: int) -> Bound[Lane]:
+    def _bind_any(self, deadline_ns: int, route: Route) -> Bound[Lane]:
         local = self._local  # before asking: what replaces it meanwhile must not be undone
+        if (spread := getattr(local, "spread", None)) is not None:
+            return self._choose(spread, deadline_ns, route)
         bound = None if self._released else self._client.bind(self, deadline_ns)
         if bound is None or self._released:
             self.release()  # also what was prepared meanwhile
             raise was_released()
+        if bound.spread is not None:  # `_start`, which finds no other, has to come here each time
+            local.spread = bound.spread
+            return self._choose(bound.spread, deadline_ns, route)
         if bound.layout.responses:
             local.streaming = bound  # `_start`, which finds no other, must not use it
         else:
             local.bound = bound
         return bound
+
+    def _choose(self, spread: Spread[Lane], deadline_ns: int, route: Route) -> Bound[Lane]:
+        """Several workers serve the model: the one for this request."""
+        if spread.is_due():
+            self._client.bind_missing(spread, deadline_ns)
+        worker = spread.pick(route)
+        bound = spread.bounds.get(worker) or self._client.bind_at(spread, worker, deadline_ns)
+        return bound or self._bind_any(deadline_ns, route)
 
     def _start(
         self,
@@ -238,7 +264,7 @@ class Plan(StaysHere):
         try:
             bound = self._local.bound
         except AttributeError:
-            bound = self._bind(deadline_ns)
+            bound = self._bind(deadline_ns, (sequence_id, sequence_start, sequence_end))
         flags = 0
         if rows or priority or sequence_id or sequence_start or sequence_end:
             flags = check_options(rows, priority, sequence_id, sequence_start, sequence_end)

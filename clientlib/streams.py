@@ -18,7 +18,8 @@ import numpy.typing as npt
 from clientlib.arena import Lease
 from clientlib.channels import Lane
 from clientlib.claims import claim, submit_when_free, take_place
-from clientlib.layout import Layout, RoomNeeded
+from clientlib.failures import RoomNeeded
+from clientlib.layout import Layout
 from clientlib.link import Bound, outside
 from clientlib.process import StaysHere
 from clientlib.responses import Assembler, Inbox

@@ -17,6 +17,8 @@ _now_ns = time.monotonic_ns
 NOT_CARRIED = (TypeError, ValueError, struct.error)  # what an argument of the wrong kind raises on its way
 Options = tuple[int, int, int, bool, bool]  # rows, priority, sequence_id, sequence_start, sequence_end
 AnyOptions = Options | tuple[int, int, int, bool, bool, int]  # and in place of a deadline Triton's `timeout`
+Route = tuple[int, bool, bool]  # sequence_id, sequence_start, sequence_end: what decides where a request goes
+NO_ROUTE: Route = (0, False, False)
 CARRIED = struct.Struct("=HHIHQ")  # input slot, output slot, rows, priority, sequence id: as `shm.layout.SUBMISSION`
 MAX_PRIORITY = 2**16 - 1
 MAX_SEQUENCE_ID = 2**64 - 1

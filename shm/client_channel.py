@@ -17,6 +17,7 @@ from typing import Protocol, final
 from shm.fence import FENCE_IS_FULL
 from shm.layout import (
     ARMED,
+    AWAY,
     CANCEL,
     COMPLETION,
     CONSUMED,
@@ -116,6 +117,21 @@ class ClientChannel:
     def outstanding(self) -> int:
         """Requests submitted whose final completion has not been reaped."""
         return self._geometry.slots - len(self._free)
+
+    @property
+    def took(self) -> int:
+        """How long the request took that ended last, from its arrival at the worker to its end (ns); 0: none has."""
+        return self._took
+
+    @property
+    def completed(self) -> int:
+        """Completions that the worker has published, read by now or not."""
+        return self._words[CTAIL]
+
+    @property
+    def away(self) -> bool:
+        """Is the worker being replaced? What is submitted waits for its replacement."""
+        return bool(self._words[AWAY])
 
     def submit(
         self,

@@ -157,11 +157,15 @@ class PrepareStep(Message, frozen=True, kw_only=True, tag=True):
 
 
 class PrepareAt(Message, frozen=True, kw_only=True, tag=True):
-    """Bind plan `index` to one more of `Prepared.workers`: its requests may go there, too, under the same name."""
+    """Bind plan `index` to one more of `Prepared.workers`: its requests may go there, too, under the same name.
+
+    `wait`: for a worker that is not up; else it is refused.
+    """
 
     index: Id
     generation: Id
     worker: Name
+    wait: bool = False
 
 
 class Release(Message, frozen=True, kw_only=True, tag=True):

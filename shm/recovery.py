@@ -17,6 +17,7 @@ from typing import NamedTuple
 from shm.admission import Request, Verdict, admit
 from shm.errors import Code
 from shm.layout import (
+    AWAY,
     COMPLETION,
     CTAIL,
     DONE,
@@ -65,6 +66,7 @@ def recover(channel: WorkerChannel, now_ns: int) -> Recovered:
         request.plan.busy[request.output_position] = 1
         request.started = True
         (suspects if state == STARTED else fresh).append(request)
+    channel.words[AWAY] = 0
     channel.arm()
     channel.ring()  # the dead worker may have published without ringing
     return Recovered(suspects, fresh)
@@ -76,6 +78,7 @@ def bury(
     """The coroner's part: end what was running and must not run again; the rest waits for the replacement."""
     endings: list[Ending] = []
     with contextlib.closing(WorkerChannel(memory_fd, ledger_fd, -1, pipe_fd, slots, {})) as channel:
+        channel.words[AWAY] = 1  # clients that have a choice send new requests elsewhere
         _redo(channel)
         for request, state, entry in _unfinished(channel, now_ns):
             verdict = _sentence(request, state, retryable(entry[1]))

@@ -11,7 +11,7 @@ from broker.gateway.classification import classify
 from broker.gateway.kserve import DECOUPLED, InferRequest, InferResponse, OutputTensor, Parameter
 from broker.gateway.plan_cache import Entry
 from broker.gateway.regions import Alias
-from clientlib.layout import PlanOutdated
+from clientlib.failures import PlanOutdated
 from clientlib.results import InferResult
 from shm.errors import Code, InferError
 

@@ -32,7 +32,7 @@ from broker.gateway.streaming import AnyResponses, OneResponse, ResponseStream, 
 from broker.gateway.timeouts import deadline_of, queue_timeout_of
 from broker.gateway.turns import Queues, give_back_all, take_all
 from clientlib.async_client import AsyncClient
-from clientlib.layout import RangeInUse
+from clientlib.failures import RangeInUse
 from clientlib.results import InferResult
 from clientlib.submission import MAX_PRIORITY, remaining_s
 from shm.errors import Code, InferError

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from clientlib.arena import Bank, Store, owning
-from clientlib.async_plans import take_place
+from clientlib.async_claims import take_place
 from clientlib.region import MappedRegion
 from shm.errors import InferError
 from shm.regions import create_pool

@@ -1,0 +1,82 @@
+"""How a plan comes to a worker: the worker told of it, and a channel of the caller's thread or loop opened to it.
+
+Procedures (see `clientlib.session`), used by `clientlib.native`, and by the clients for what `clientlib.spread` lacks.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, final
+
+from clientlib.link import Bound, L, Link, Prepared
+from clientlib.session import Call, Procedure
+from clientlib.spread import Spread
+from shm import messages
+from shm.client_channel import ClientChannel
+from shm.errors import Code, ConnectionLost, InferError
+from shm.sockets import close_all
+
+
+@final
+class Binder(Generic[L]):
+    """`slots` and `spin_s`: of the channels it opens."""
+
+    __slots__ = ("_slots", "_spin_s")
+
+    def __init__(self, slots: int, spin_s: float) -> None:
+        self._slots = slots
+        self._spin_s = spin_s
+
+    def bind(self, link: Link[L], prepared: Prepared[L], worker: str) -> Procedure[Bound[L]]:
+        """What it takes to submit to a worker that knows the plan."""
+        lane = link.lanes.mine(worker)
+        if lane is None:
+            lane = yield from self._open_channel(link, worker)
+        return Bound(lane, prepared.layout, prepared.word)
+
+    def bind_at(
+        self, link: Link[L], spread: Spread[L], worker: str, *, wait: bool = True
+    ) -> Procedure[Bound[L] | None]:
+        """Let requests go to one more worker. None: all of `spread` ended with its session."""
+        prepared = spread.prepared
+        if prepared.link is not link:
+            return None
+        if worker not in prepared.bound_at:
+            yield Call(
+                messages.PrepareAt(index=prepared.index, generation=prepared.generation, worker=worker, wait=wait)
+            )
+            prepared.bound_at.add(worker)
+        bound = spread.bounds[worker] = yield from self.bind(link, prepared, worker)
+        return bound
+
+    def bind_missing(self, link: Link[L], spread: Spread[L]) -> Procedure[None]:
+        """The same with all workers that are up."""
+        for worker in spread.missing():
+            try:
+                yield from self.bind_at(link, spread, worker, wait=False)
+            except ConnectionLost:
+                raise
+            except InferError:
+                pass  # the next try is `Spread.is_due`'s
+
+    def _open_channel(self, link: Link[L], worker: str) -> Procedure[L]:
+        try:
+            reply, fds = yield Call(messages.OpenChannel(worker=worker, slots=self._slots), expects=3)
+        except ConnectionLost:
+            raise
+        except InferError as error:
+            # Several threads may have asked for the last channel at once.
+            lane = link.lanes.shared(worker) if error.code == Code.UNAVAILABLE.name else None
+            if lane is None:
+                raise
+            return lane
+        assert isinstance(reply, messages.ChannelInfo)
+        try:
+            memory, bell, pipe = fds
+            channel = ClientChannel(memory, bell, pipe, reply.slots, self._spin_s)
+        except BaseException:
+            close_all(fds)
+            raise
+        lane = link.lanes.add(worker, channel, link)
+        if lane.channel is not channel:  # others opened one at the same time
+            yield Call(messages.CloseChannel(channel=reply.channel))
+        return lane

@@ -1,0 +1,52 @@
+"""What a failed request says about itself, in classes: some failures are reasons to ask again in another way.
+
+Made of the worker's words by `clientlib.layout`; the clients and the gateways look at the class.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from shm.errors import Code, InferError
+
+# What workers say, see `shm.admission`, `broker.worker.models`, `.plans` and `.answers`.
+_TOO_SMALL = re.compile(r"output '(.+?)' \(\d+ bytes\) should be at least (\d+) bytes")
+_OUTDATED = "prepare the plan again"
+_NOT_SERVED = re.compile(r"model '[^']*' is not loaded")
+_IN_USE = re.compile(r"still in flight|in flight on plans that share memory")
+
+
+class RoomNeeded(InferError):
+    """An output was larger than the room the client had reserved for it: reserve `byte_size` and ask again."""
+
+    def __init__(self, code: Code, message: str, output: str, byte_size: int) -> None:
+        super().__init__(code, message)
+        self.output = output
+        self.byte_size = byte_size
+
+
+class RangeInUse(InferError):
+    """A live request reads or writes memory that this one would write, or writes what it would read."""
+
+
+class NotServed(InferError):
+    """The worker that a request was sent to does not serve the model. Another one may. The request has not run."""
+
+
+class PlanOutdated(InferError):
+    """The model was reloaded with other inputs or outputs since the plan was made. The request has not run."""
+
+
+def error_of(code: Code, text: str, growing: Collection[str]) -> InferError:
+    """The error for a worker's words. `growing`: the outputs that the client can give more room."""
+    match = _TOO_SMALL.search(text)
+    if match and match[1] in growing:
+        return RoomNeeded(code, text, match[1], int(match[2]))
+    if text.endswith(_OUTDATED):
+        return PlanOutdated(code, text)
+    if _NOT_SERVED.fullmatch(text):
+        return NotServed(code, text)
+    if _IN_USE.search(text):
+        return RangeInUse(code, text)
+    return InferError(code, text)

@@ -1,0 +1,137 @@
+"""Which worker a request goes to where several serve its model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from clientlib import homes, spread
+from clientlib.homes import Homes
+from clientlib.spread import Spread
+from clientlib.submission import NO_ROUTE
+
+A, B, C = "cpu/a", "cpu/b", "cpu/c"
+
+
+class Channel:
+    """As much of a `ClientChannel` as is looked at."""
+
+    def __init__(self) -> None:
+        self.outstanding = self.took = self.completed = 0
+        self.away = False
+
+
+class Bench:
+    """A plan on three workers; `now` is the time in ns."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *bound: str, shared: bool = False) -> None:
+        self.now = 10**12
+        monkeypatch.setattr(spread, "_now_ns", lambda: self.now)
+        self.channels = {worker: Channel() for worker in (A, B, C)}
+        lanes = [SimpleNamespace(worker=worker, channel=channel) for worker, channel in self.channels.items()]
+        link: Any = SimpleNamespace(homes=Homes(shared=shared), lanes=SimpleNamespace(all=lambda: lanes))
+        prepared: Any = SimpleNamespace(workers=(A, B, C))
+        self.spread: Spread[Any] = Spread("m", link, prepared)
+        for lane in lanes:
+            if lane.worker in (bound or (A, B, C)):
+                self.spread.bounds[lane.worker] = lane  # a binding has its channel, too
+
+    def took(self, **ns: int) -> None:
+        for name, value in ns.items():
+            self.channels[f"cpu/{name}"].took = value
+
+    def picks(self, count: int = 30) -> set[str]:
+        return {self.spread.pick(NO_ROUTE) for _ in range(count)}
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(monkeypatch)
+
+
+def test_of_equal_workers_all_are_used(bench: Bench) -> None:
+    assert bench.picks() == {A, B, C}
+    bench.took(a=5000, b=5000, c=5000)
+    assert bench.picks() == {A, B, C}
+
+
+def test_the_fewest_in_flight_and_the_quickest_win(bench: Bench) -> None:
+    bench.took(a=5000, b=5000, c=5000)
+    bench.channels[A].outstanding = bench.channels[C].outstanding = 2
+    assert bench.picks() == {B}
+    bench.took(b=16_000)
+    assert bench.picks() == {A, C}, "3 times 5 µs are less than one time 16"
+
+
+def test_what_was_slow_once_is_tried_again(bench: Bench) -> None:
+    bench.took(a=5000, b=5000, c=5000)
+    bench.picks()
+    bench.took(b=40_000, c=10**9)
+    assert bench.picks() == {A}
+    for _ in range(4):
+        bench.now += spread.HALF_NS
+        bench.spread.pick(NO_ROUTE)
+    assert bench.picks(1) <= {A, B}
+    bench.now += 3 * spread.HALF_NS
+    assert B in bench.picks(3)
+
+
+def test_a_worker_that_answers_nothing_is_left_alone(bench: Bench) -> None:
+    bench.took(a=1000, b=50_000, c=50_000)
+    bench.channels[A].outstanding = 1
+    assert bench.picks() == {A}, "two in flight there take less than one elsewhere"
+    bench.now += 40_000
+    assert bench.picks() <= {B, C}, "but none has ended for long"
+    bench.channels[A].completed += 1
+    assert bench.picks() == {A}
+
+
+def test_a_worker_that_is_being_replaced_gets_nothing_unless_all_are(bench: Bench) -> None:
+    bench.channels[A].away = True
+    assert bench.picks() == {B, C}
+    bench.channels[B].away = bench.channels[C].away = True
+    assert bench.picks() == {A, B, C}
+
+
+def test_those_without_a_binding_are_tried_every_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, A)
+    assert bench.spread.missing() == [B, C]
+    assert bench.picks() == {A}
+    assert not bench.spread.is_due(), "they were tried just now"
+    bench.now += spread.AGAIN_NS
+    assert bench.spread.is_due()
+    assert not bench.spread.is_due()
+    for worker in (B, C):
+        bench.spread.bounds[worker] = bench.spread.bounds[A]
+    bench.now += spread.AGAIN_NS
+    assert not bench.spread.is_due()
+
+
+def test_steps_of_a_sequence_follow_its_start(bench: Bench) -> None:
+    begun = {number: bench.spread.pick((number, True, False)) for number in range(1, 10)}
+    assert sorted(begun.values()) == [A] * 3 + [B] * 3 + [C] * 3, "they are shared out"
+    bench.took(a=1, b=10**9, c=10**9)
+    bench.channels[B].away = True
+    for number, home in begun.items():
+        assert bench.spread.pick((number, False, False)) == home, "wherever it is quicker"
+    assert bench.spread.pick((1, False, True)) == begun[1]
+    assert bench.spread.pick((1, False, False)) == A, "it has ended: any worker can say so"
+    assert bench.spread.pick((2, True, False)) in (A, C), "it begins anew, where somebody is"
+
+
+def test_sequences_that_never_end_are_forgotten(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(homes, "MAX_HOMES", 3)
+    begun = [bench.spread.pick((number, True, False)) for number in range(1, 7)]
+    assert [bench.spread.pick((number, False, False)) for number in (4, 5, 6)] == begun[3:]
+    assert len(bench.spread._homes._homes) == 3
+    assert bench.spread._homes._counts.total() == 3
+
+
+def test_where_steps_come_by_several_processes_the_id_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = Bench(monkeypatch, shared=True), Bench(monkeypatch, A, shared=True)
+    for number in range(1, 100):
+        home = one.spread.pick((number, True, False))
+        assert other.spread.pick((number, False, False)) == home
+    assert {one.spread.pick((number, True, False)) for number in range(1, 100)} == {A, B, C}
