@@ -22,7 +22,7 @@ from broker.worker.decoupled import run_streams
 from broker.worker.gathered import gather, run_union
 from broker.worker.model import Instance
 from broker.worker.plans import Bytes, Plan
-from broker.worker.running import check_sizes, fail, run_watched
+from broker.worker.running import check_sizes, fail, neighbours, run_watched
 from shm.admission import Request
 from shm.errors import Code, InferError
 
@@ -133,22 +133,12 @@ def _run_together(instance: Instance, requests: list[Request], now: int) -> None
 
 
 def _adjacent(instance: Instance, requests: list[Request]) -> tuple[int, int] | None:
-    """First input and output position, when the requests are neighbours of one plan, in whatever order they came."""
+    """First input and output position, if the requests may run as one block of their plan."""
     plan = requests[0].plan
     assert isinstance(plan, Plan)
     if not plan.adjacent or plan.model is not instance.model:  # a replaced model may have wanted copies
         return None
-    rows, shift = plan.rows, requests[0].output_position - requests[0].input_position
-    positions = set()
-    for request in requests:
-        position = request.input_position
-        if request.plan is not plan or request.rows != rows or request.output_position - position != shift:
-            return None
-        positions.add(position)
-    first, count = min(positions), len(requests)
-    if len(positions) != count or max(positions) - first >= count:
-        return None
-    return first, first + shift
+    return neighbours(requests)
 
 
 def _run_adjacent(

@@ -6,7 +6,7 @@ Used by `execute` (ordinary models) and `assembled` (sequences, state, ragged ba
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from broker.worker.model import Instance
 from broker.worker.plans import Plan
@@ -39,6 +39,22 @@ def fail(instance: Instance, request: Request, error: Exception, began: int) -> 
         request.fail(Code.INTERNAL, f"{type(error).__name__}: {text}")
     instance.block[statistics.FAIL] += 1
     instance.block[statistics.FAIL_NS] += _now() - began
+
+
+def neighbours(requests: Sequence[Request]) -> tuple[int, int] | None:
+    """First input and output position, when the requests are neighbours of one plan, in whatever order they came."""
+    plan = requests[0].plan
+    rows, shift = plan.rows, requests[0].output_position - requests[0].input_position  # type: ignore[union-attr]
+    positions = set()
+    for request in requests:
+        position = request.input_position
+        if request.plan is not plan or request.rows != rows or request.output_position - position != shift:
+            return None
+        positions.add(position)
+    first, count = min(positions), len(requests)
+    if len(positions) != count or max(positions) - first >= count:
+        return None
+    return first, first + shift
 
 
 def check_sizes(plan: Plan) -> None:

@@ -6,6 +6,7 @@ Stands in for `broker.worker.cuda.streams.Lane` and `broker.worker.cuda.staging.
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 
 import numpy as np
 
@@ -19,6 +20,7 @@ class HostLane:
         self.device = Device(0, "GPU-none", "the host", (0, 0), 0)
         self.stream = 0
         self.calls: list[str] = []
+        self.moved: Counter[str] = Counter()
 
     def enter(self) -> None:
         pass

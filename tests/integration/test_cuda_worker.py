@@ -195,6 +195,33 @@ def test_batches_are_put_together_on_the_gpu(tmp_path: Path, gpu: LoneWorker, ap
         assert block[statistics.EXECUTIONS] == 1
 
 
+def test_neighbours_of_a_ring_run_in_place(tmp_path: Path, gpu: LoneWorker, application: Child) -> None:
+    batching = DynamicBatching(preferred_batch_size=(3,), max_queue_delay_microseconds=20_000_000)
+    config = adder(tmp_path, dynamic_batching=batching)
+    block = gpu.load(config)
+    with Caller(gpu) as caller:
+        memory = GpuMemory(gpu, application)
+        places = [spec(name, (1, 4), offset=1024 * at) for at, name in enumerate(("INPUT0", "INPUT1", "OUTPUT0"))]
+        ring = [replace(place, stride=ROW) for place in places]
+        inputs = [(memory, each) for each in ring[:2]]
+        plan = caller.attach().plan(config, inputs, [(memory, ring[2])], positions=4, rows=1)
+        memory.put(0, np.arange(16, dtype=np.float32).reshape(4, 4))
+        memory.put(1024, np.zeros((4, 4), np.float32))
+        memory.put(2048, np.full((4, 4), -1, np.float32))
+        pending = [caller.submit(plan, position) for position in (2, 0, 1)]
+        for each in pending:
+            caller.wait(each)
+            assert (each.code, each.copied) == (Code.OK, 0)
+        assert memory.get(2048, (16,)).tolist() == [*range(12), -1, -1, -1, -1]
+        assert block[statistics.EXECUTIONS] == 1
+        pending = [caller.submit(plan, position) for position in (3, 2, 1)]
+        for each in pending:
+            caller.wait(each)
+            assert (each.code, each.copied) == (Code.OK, 3 * ROW), "what begins between 256 bytes is moved on the GPU"
+        assert memory.get(2048, (16,)).tolist() == list(range(16))
+        assert copied(block) == {"align": 9 * ROW}
+
+
 def test_results_of_unknown_size_go_to_gpu_memory(tmp_path: Path, gpu: LoneWorker, application: Child) -> None:
     plan = double.plan("nonzero", [double.tensor("INPUT0", [8], "INT32")], [double.tensor("OUTPUT0", [-1], "INT32")])
     config = doubled(

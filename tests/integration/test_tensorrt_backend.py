@@ -110,7 +110,7 @@ def check_in_place() -> None:
     for _ in range(2):
         binding.run()
     assert (z.now() == 3).all()
-    assert dict(binding.copied) == {}
+    assert dict(model.lane.moved) == {}
     assert binding.places() == []
 
 
@@ -121,7 +121,7 @@ def check_host_operands_are_copied_and_counted() -> None:
     binding = model.bind([host("INPUT0", x), y.operand("INPUT1")], [host("OUTPUT0", z)])
     binding.run()
     assert (z == 3).all()
-    assert dict(binding.copied) == {"transfer": 2 * x.nbytes}
+    assert dict(model.lane.moved) == {"transfer": 2 * x.nbytes}
 
 
 @check
@@ -131,7 +131,7 @@ def check_addresses_that_are_not_aligned_are_copied_on_the_gpu() -> None:
     binding = model.bind([x.operand("INPUT0"), y.operand("INPUT1")], [z.operand("OUTPUT0")])
     binding.run()
     assert (z.now() == 3).all()
-    assert dict(binding.copied) == {"align": 32}
+    assert dict(model.lane.moved) == {"align": 32}
 
 
 @check

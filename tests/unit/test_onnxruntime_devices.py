@@ -57,7 +57,7 @@ def test_pointers_are_used_in_place() -> None:
         binding.run()
     assert (y.array == 2).all()
     assert lane.calls == ["finish", "finish"]
-    assert dict(binding.copied) == {}  # type: ignore[attr-defined]
+    assert dict(lane.moved) == {}  # type: ignore[attr-defined]
 
 
 def test_what_lies_elsewhere_is_copied_around_the_run() -> None:
@@ -67,7 +67,7 @@ def test_what_lies_elsewhere_is_copied_around_the_run() -> None:
     binding.run()
     assert (y.array == 2).all()
     assert lane.calls == ["in", "within", "finish"]
-    assert dict(binding.copied) == {"transfer": 48, "align": 48}  # type: ignore[attr-defined]
+    assert dict(lane.moved) == {"transfer": 48, "align": 48}  # type: ignore[attr-defined]
     z = rows(3, 0)
     made.bind([host("x", x)], [host("y", z)]).run()
     assert (z == 2).all()

@@ -99,9 +99,10 @@ class ReadsParameters(Protocol):
 
 
 class GpuBinding(Binding, Protocol):
-    """A binding of a model on a GPU. When `run` returns the GPU has done all of it, copies included."""
+    """A binding of a model on a GPU. When `run` returns the GPU has done all of it, copies included.
 
-    copied: Mapping[str, int]  # bytes that every run copies, by reason (`shm.statistics.REASONS`)
+    What it copied because an operand lies elsewhere is counted in the instance's `lane.moved`.
+    """
 
     def places(self) -> list[tuple[OnGpu, tuple[int, ...]]]:
         """As `results`, but where they lie on the GPU, and their shapes: valid until the next `run` of the instance."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -197,7 +197,7 @@ class _Bound:
 class _BoundOnGpu(_Bound):
     """The same on a GPU. Implements `broker.worker.backends.GpuBinding`."""
 
-    __slots__ = ("_lane", "_places", "copied")
+    __slots__ = ("_lane", "_places")
 
     def __init__(
         self,
@@ -213,7 +213,6 @@ class _BoundOnGpu(_Bound):
         lane.enter()
         self._lane = lane
         self._places: Places = Places(lane, scratch)
-        self.copied: Mapping[str, int] = self._places.copied
         super().__init__(session, inputs, outputs, (device, lane.device.ordinal))
 
     def _input(self, operand: Operand) -> int:

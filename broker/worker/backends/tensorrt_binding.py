@@ -6,7 +6,6 @@ its own when another one ran before it, and only enqueues when it ran itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 class Bound:
     """Implements `broker.worker.backends.GpuBinding`."""
 
-    __slots__ = ("_context", "_hosts", "_inputs", "_model", "_outputs", "_places", "_profile", "copied")
+    __slots__ = ("_context", "_hosts", "_inputs", "_model", "_outputs", "_places", "_profile")
 
     def __init__(self, model: TensorRTModel, inputs: list[Operand], outputs: list[Operand]) -> None:
         self._model = model
@@ -50,7 +49,6 @@ class Bound:
             for tensor in tensors.values()
             if not tensor.is_input and tensor.name not in {operand.name for operand in outputs}
         ]  # every tensor of an engine has an address, wanted or not
-        self.copied: Mapping[str, int] = self._places.copied
 
     def run(self) -> None:
         """Raises InferError with TensorRT's reason, CudaError for the driver's."""
@@ -147,7 +145,10 @@ class _Host:
 
     def set(self, context: Any, model: TensorRTModel) -> None:
         operand, name = self._operand, self._tensor.name
-        raw = model.lane.fetch(operand.gpu) if operand.gpu is not None else operand.memory
+        raw = operand.memory
+        if operand.gpu is not None:
+            raw = model.lane.fetch(operand.gpu)
+            model.lane.moved["transfer"] += raw.size
         assert raw is not None
         self._values.view(np.uint8)[: raw.size] = raw
         low, high = self._tensor.values[self._profile]
@@ -247,6 +248,7 @@ class _Output:
         elif operand.memory is not None:
             lane.copy_out(operand.memory, self._own.pointer)
         lane.finish()
+        lane.moved["output"] += size
 
     def _give(self) -> None:
         assert self._host is not None
@@ -254,6 +256,7 @@ class _Output:
         if self.operand.gpu is not None:
             self._model.lane.copy_in(self.operand.gpu.pointer, data)
             self._model.lane.finish()
+            self._model.lane.moved["transfer"] += data.size
         elif self.operand.memory is not None:
             self.operand.memory[:] = data
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 from broker.worker.assembly import Row
-from broker.worker.cuda.gpu_runs import Batches, run_alone, run_together
+from broker.worker.cuda.gpu_runs import Batches, count_moved, run_alone, run_together
 from broker.worker.cuda.streams import Lane, end_if_lost
 from broker.worker.model import Instance
 from broker.worker.plans import PlacedTensor, Plan
@@ -45,6 +45,8 @@ class CudaRunner:
             if not usable:
                 return
             lane = getattr(instance.runtime, "lane", None)
+            if lane is not None:
+                lane.moved.clear()  # of a warm-up, or of a run that failed
             if lane is not None and _plain(instance, usable):
                 batches = self._batches.setdefault(instance.number, Batches())
                 if len(usable) == 1 or not run_together(instance, lane, batches, usable, now):
@@ -100,6 +102,11 @@ class CudaRunner:
         staged = [row if row is not None and row in ready else None for row in rows]
         if ready:
             on_host(instance, list(ready), staged)
+            own: Lane | None = getattr(instance.runtime, "lane", None)
+            if own is not None:
+                count_moved(instance, own)
+                if any(request.code for request in ready):
+                    own.check()
         for request, copied in ready.items():
             if request.code:
                 continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, cast, final
 
 from broker.worker.backends import GpuBinding, OnGpu, Operand
@@ -17,7 +17,7 @@ from broker.worker.cuda.staging import DeviceBuffer
 from broker.worker.cuda.streams import Lane
 from broker.worker.model import Instance, LoadedModel
 from broker.worker.plans import PlacedTensor, Plan
-from broker.worker.running import check_sizes, fail, run_watched
+from broker.worker.running import check_sizes, fail, neighbours, run_watched
 from shm.admission import Request
 from shm.datatypes import shape_text
 from shm.errors import Code, InferError
@@ -49,7 +49,7 @@ def run_alone(instance: Instance, lane: Lane, request: Request) -> None:
         check_sizes(plan)
         binding, opens = _binding_of(plan, instance, request)
         ran = run_watched(instance, binding.run, request.rows, began)
-        request.copied = _count(instance, binding.copied)
+        request.copied = count_moved(instance, lane)
         ended = ran
         if opens:
             delivered = deliver(instance.model, lane, request, opens, binding.places())
@@ -69,11 +69,16 @@ def _binding_of(plan: Plan, instance: Instance, request: Request) -> _Alone:
     found: _Alone | None = plan.bindings.get(key)
     if found is None:
         found = _bind(plan, instance, request)
-        if plan.closed is None and plan.model is instance.model:
-            if len(plan.bindings) >= MAX_BINDINGS:
-                plan.bindings.clear()
-            plan.bindings[key] = found
+        _remember(plan, instance, key, found)
     return found
+
+
+def _remember(plan: Plan, instance: Instance, key: tuple[int, int, int, int], binding: object) -> None:
+    """For the next run on these positions. Not what a replaced or unloaded model still has queued."""
+    if plan.closed is None and plan.model is instance.model:
+        if len(plan.bindings) >= MAX_BINDINGS:
+            plan.bindings.clear()
+        plan.bindings[key] = binding
 
 
 def _bind(plan: Plan, instance: Instance, request: Request) -> _Alone:
@@ -108,10 +113,15 @@ def on_gpu(tensor: PlacedTensor, position: int, rows: int) -> OnGpu | None:
     return OnGpu(window.pointer + tensor.place.offset + position * tensor.place.stride, size)
 
 
-def _count(instance: Instance, copied: Mapping[str, int]) -> int:
-    for reason, byte_size in copied.items():
+def count_moved(instance: Instance, lane: Lane) -> int:
+    """Count what the last runs of the instance have copied; returns the bytes."""
+    if not lane.moved:
+        return 0
+    for reason, byte_size in lane.moved.items():
         instance.count_copy(reason, byte_size)
-    return sum(copied.values())
+    total = lane.moved.total()
+    lane.moved.clear()
+    return total
 
 
 # --- several --------------------------------------------------------------------------------------------------------
@@ -176,6 +186,10 @@ def _run_together(instance: Instance, lane: Lane, batches: Batches, requests: Se
     for plan in {request.plan for request in requests}:
         assert isinstance(plan, Plan)
         check_sizes(plan)
+    block = neighbours(requests) if _in_blocks(first) else None
+    if block is not None:
+        _run_block(instance, lane, requests, block, now)
+        return
     lane.enter()
     wanted = _union(requests)
     batch = batches.get(instance, first, wanted)
@@ -191,6 +205,45 @@ def _run_together(instance: Instance, lane: Lane, batches: Batches, requests: Se
         request.input_ns, request.infer_ns, request.output_ns = copied - began, ran - copied, ended - ran
         queued += waited
     instance.count_batch(len(requests), rows, queued, copied - began, ran - copied, ended - ran)
+
+
+def _in_blocks(plan: Plan) -> bool:
+    """Do neighbouring positions of all its tensors lie side by side on the GPU?"""
+    return all(
+        tensor.region.gpu is not None and not tensor.open and tensor.place.stride == tensor.place.byte_size
+        for tensor in (*plan.inputs, *plan.outputs)
+    )
+
+
+def _run_block(instance: Instance, lane: Lane, requests: Sequence[Request], block: tuple[int, int], now: int) -> None:
+    """Neighbouring positions of one plan, in place."""
+    plan, (input_position, output_position) = requests[0].plan, block
+    assert isinstance(plan, Plan)
+    count = len(requests)
+    rows = plan.rows * count
+    key = (-instance.number, input_position, output_position, -count)
+    binding: GpuBinding | None = plan.bindings.get(key)
+    if binding is None:
+        inputs = [_block(instance, tensor, input_position, count, rows) for tensor in plan.inputs]
+        outputs = [_block(instance, tensor, output_position, count, rows) for tensor in plan.outputs]
+        binding = cast(GpuBinding, instance.bind(inputs, outputs, rows, plan.parameters))
+        _remember(plan, instance, key, binding)
+    began = _now()
+    took = run_watched(instance, binding.run, rows, began) - began
+    copied = count_moved(instance, lane)  # of places that are not aligned
+    queued = 0
+    for request in requests:
+        request.queue_ns = waited = now - request.arrival
+        request.infer_ns, request.copied = took, copied // count
+        queued += waited
+    instance.count_batch(count, rows, queued, 0, took, 0)
+
+
+def _block(instance: Instance, tensor: PlacedTensor, position: int, count: int, rows: int) -> Operand:
+    place = on_gpu(tensor, position, 0)
+    assert place is not None
+    shape = instance.model.shape(tensor.name, tensor.shape_of(rows))
+    return Operand(tensor.name, tensor.datatype, shape, None, OnGpu(place.pointer, count * place.size))
 
 
 def _union(requests: Sequence[Request]) -> dict[str, PlacedTensor]:

@@ -129,7 +129,9 @@ class Places:
         return OnGpu(self._buffer("output", operand.name, byte_size), byte_size)
 
     def before(self) -> None:
-        """Enqueue what must happen before the run."""
+        """Enqueue what must happen before the run; all that it copies is counted now."""
+        if self.copied:
+            self._lane.moved.update(self.copied)
         for pointer, source in self._before:
             self._lane.copy_in(pointer, source)
         for pointer, place in self._moves_in:

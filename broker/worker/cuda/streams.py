@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from typing import Any, Final, final
 
 import numpy as np
@@ -45,13 +46,14 @@ class Lane:
     Its methods make the GPU's context current for the calling thread where it is not, and leave it so.
     """
 
-    __slots__ = ("_done", "device", "order", "stream")
+    __slots__ = ("_done", "device", "moved", "order", "stream")
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.enter()
         self.order = Stream()
         self.stream = self.order.handle
+        self.moved: Counter[str] = Counter()  # bytes that runs have copied since this was last read, by reason
         self._done = call("cuEventCreate", DISABLE_TIMING)
 
     def enter(self) -> None:
