@@ -39,8 +39,14 @@ async def server_ready(service: Service, request: Any, caller: Caller) -> Any:
 
 
 async def model_ready(service: Service, request: Any, caller: Caller) -> Any:
-    """Whether one version, or the latest, is READY; an error for what is not known."""
-    return service_pb2.ModelReadyResponse(ready=await service.model_ready(request.name, request.version))
+    """Whether one version, or the latest, is READY. A model that is not known is not; HTTP says so in words."""
+    try:
+        ready = await service.model_ready(request.name, request.version)
+    except InferError as error:
+        if not error.message.startswith("Request for unknown model: "):
+            raise
+        ready = False
+    return service_pb2.ModelReadyResponse(ready=ready)
 
 
 async def server_metadata(service: Service, request: Any, caller: Caller) -> Any:

@@ -62,6 +62,7 @@ def error_of(call: Any, *arguments: Any, **named: Any) -> tuple[str, str]:
 def test_everything_but_inference(server: Front, client: Any) -> None:
     assert client.is_server_ready()
     assert client.is_model_ready("add1")
+    assert not client.is_model_ready("nobody"), "as in Triton, no error"
     assert client.get_server_metadata().extensions == ["classification", "binary_tensor_data"]
     assert client.get_model_metadata("add1", "1").inputs[0].shape == [-1, 4]
     assert client.get_model_config("add1", as_json=True)["config"]["max_batch_size"] == 8
