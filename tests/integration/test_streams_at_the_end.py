@@ -42,7 +42,7 @@ max_batch_size: 0
 model_transaction_policy { decoupled: true }
 input { name: "X" data_type: TYPE_INT32 dims: [ 1 ] }
 output { name: "Y" data_type: TYPE_INT32 dims: [ 1 ] }
-parameters { key: "hang_timeout_s" value { string_value: "1" } }
+parameters { key: "hang_timeout_s" value { string_value: "2" } }
 """
 
 
@@ -68,7 +68,7 @@ def x(value: int) -> dict[str, np.ndarray]:
 def test_an_execute_that_hangs_is_seen_and_one_that_asks_whether_it_is_wanted_is_not(start) -> None:
     with start(Broker) as broker, clientlib.connect(broker.ready().directory) as client:
         with pytest.raises(InferError, match="Request timeout expired"):
-            next(client.stream("forever", x(1), timeout=3))
+            next(client.stream("forever", x(1), timeout=5))
         with pytest.raises(InferError, match="the worker died while it ran this request"):
             next(client.stream("forever", x(2), timeout=LIMIT_S))
         eventually(lambda: "hung: model 'forever' version 1" in broker.log())
