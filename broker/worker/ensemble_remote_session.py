@@ -82,6 +82,7 @@ class StepSession:
                 self._poll.register(self._bell, select.POLLIN)
                 self._thread = threading.Thread(target=self._serve, name="steps elsewhere", daemon=True)
                 self._thread.start()
+                os.eventfd_write(self._bell, 1)
 
     def connected(self, sock: socket.socket) -> None:
         """The session that was asked for; takes `sock` over."""
@@ -136,7 +137,10 @@ class StepSession:
     def _turn(self) -> None:
         lanes = list(self._lanes.values())
         waits = bool(self._calls) or any(lane.rest() for lane in lanes)
-        for fd, _ in self._poll.poll(50 if waits else None):
+        timeout = 50 if waits else None
+        if self._socket is None:
+            timeout = int(1000 * ASK_S)
+        for fd, _ in self._poll.poll(timeout):
             if fd == self._bell:
                 os.eventfd_read(fd)
             elif fd in self._watched:
@@ -163,10 +167,11 @@ class StepSession:
         if now - self._asked > ASK_S * 1e9:
             self._asked = now
             self._ask()
+        late: list[_Call] = []
         with self._lock:
-            late = self._calls and now - self._calls[0].since > CONNECT_S * 1e9
-            call = self._calls.popleft() if late else None
-        if call is not None:
+            while self._calls and now - self._calls[0].since > CONNECT_S * 1e9:
+                late.append(self._calls.popleft())
+        for call in late:
             close_all(call.fds)
             call.then(InferError(Code.UNAVAILABLE, "the broker has given no session for steps in other workers"), [])
 
@@ -204,6 +209,8 @@ class StepSession:
             except sockets.DescriptorsLost as lost:
                 self._settle(messages.decode_reply(lost.data), None)
                 continue
+            if datagram is None and self._closed is not None:
+                return
             if datagram is None:
                 raise ProtocolError(
                     f"the session for steps in other workers has ended{self._reason and ': '}{self._reason}"
