@@ -11,7 +11,7 @@ from itertools import combinations
 from typing import get_args
 
 from broker.flags import Given, UsageError, boolean
-from broker.gateway.options import GRPC_MAX_INPUT_SIZE, MAX_INPUT_SIZE, Category, GatewayOptions
+from broker.gateway.options import GRPC_MAX_INPUT_SIZE, MAX_INPUT_SIZE, Category, GatewayOptions, header_pattern
 from broker.triton_flags import names
 
 MAX_GATEWAYS = 64
@@ -143,7 +143,7 @@ def _max_input_size(given: Given, protocol: str, default: int) -> int:
 def _pattern(given: Given, name: str) -> str:
     pattern = given.text(name, "")
     try:
-        re.compile(pattern)
+        header_pattern(pattern)
     except re.error as error:
         raise UsageError(f"invalid value for --{name}: {pattern} (no regular expression: {error})") from None
     return pattern

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +26,7 @@ from broker.gateway.grpc_codec import decode_request, encode_response, parse, ta
 from broker.gateway.grpc_limits import MAX_RPCS, Budget, message_budget, server_options
 from broker.gateway.grpc_stream import Stream
 from broker.gateway.kserve import Caller, InferRequest, Responses, Service
-from broker.gateway.options import GatewayOptions
+from broker.gateway.options import GatewayOptions, header_pattern
 from shm.errors import Code, InferError
 
 _log = logging.getLogger(__name__)
@@ -64,7 +63,7 @@ class GrpcServer:
         self._service = service
         self._options = options
         self._identify = identify
-        self._forward = re.compile(options.grpc_header_forward_pattern or r"(?!)", re.IGNORECASE)
+        self._forward = header_pattern(options.grpc_header_forward_pattern or r"(?!)")
         self.budget: Budget = message_budget()
         self.arrivals = Arrivals(options.grpc_port)
         self._server: aio.Server | None = None

@@ -23,7 +23,7 @@ from broker.gateway.http_json import unhurried
 from broker.gateway.http_limits import ONE_WRITE
 from broker.gateway.http_message import JSON, OCTETS, Reply, Request, error_reply
 from broker.gateway.kserve import Buffer, InferRequest, Service, Trace, one_answer_only
-from broker.gateway.options import GatewayOptions
+from broker.gateway.options import GatewayOptions, header_pattern
 from shm.errors import InferError
 
 
@@ -112,6 +112,6 @@ def forward_pattern(options: GatewayOptions) -> re.Pattern[str] | None:
     if not options.http_header_forward_pattern:
         return None
     try:
-        return re.compile(options.http_header_forward_pattern, re.IGNORECASE)
+        return header_pattern(options.http_header_forward_pattern)
     except re.error as error:
         raise invalid(f"--http-header-forward-pattern is no regular expression: {error}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import msgspec
@@ -95,3 +96,9 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
     grpc_restricted: dict[str, tuple[str, str]] = {}  # category → metadata key (lower case, with its prefix), value
     log: LogOptions = LogOptions()
     trace: TraceTable = TraceTable()
+
+
+def header_pattern(text: str) -> re.Pattern[str]:
+    """--http-header-forward-pattern and its like: any case, unless it begins with "(?-i)". Raises re.error."""
+    sensitive = text.removeprefix("(?-i)")  # of RE2, which Triton uses
+    return re.compile(sensitive, re.IGNORECASE if sensitive == text else 0)

@@ -5,6 +5,7 @@ import socket
 import pytest
 
 from broker.flags import UsageError
+from broker.gateway.options import header_pattern
 from broker.gateways import CannotServe, check_ports
 from broker.options import parse_serve
 from broker.startup_tables import backend_table, option_table
@@ -54,6 +55,7 @@ def test_defaults_are_tritons_but_for_loopback_and_shared_memory():
         ("--grpc-max-input-size=10", "grpc_max_input_size", 10),
         ("--http-header-forward-pattern=x-.*", "http_header_forward_pattern", "x-.*"),
         ("--grpc-header-forward-pattern=x-.*", "grpc_header_forward_pattern", "x-.*"),
+        ("--grpc-header-forward-pattern=(?-i)X-.*", "grpc_header_forward_pattern", "(?-i)X-.*"),
         ("--grpc-infer-response-compression-level=HIGH", "grpc_compression", "high"),
         ("--metrics-config=histogram_latencies=true", "metrics_config", {"histogram_latencies": "true"}),
     ],
@@ -189,3 +191,9 @@ def test_start_up_tables():
     assert "backends/onnxruntime.py" in lines[3]
     assert '"x":"1"' in lines[3]
     assert "y" not in lines[3].rpartition("{")[2]
+
+
+def test_which_headers_a_pattern_means():
+    assert header_pattern("my_.*").search("MY_HEADER")
+    assert header_pattern("(?-i)MY_.*").search("MY_HEADER")
+    assert not header_pattern("(?-i)MY_.*").search("my_header")
