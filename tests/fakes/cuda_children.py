@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -42,7 +43,17 @@ class Child:
         return self.process.pid
 
     def call(self, method: str, *arguments: Any, fd: int = -1) -> Any:
+        self.ask(method, *arguments, fd=fd)
+        return self.answer()
+
+    def ask(self, method: str, *arguments: Any, fd: int = -1) -> None:
+        """`call` without waiting for what `answer` gives."""
         socket.send_fds(self.line, [msgspec.msgpack.encode((method, arguments))], [fd] if fd >= 0 else [])
+
+    def answered(self) -> bool:
+        return bool(select.select([self.line], [], [], 0.02)[0])
+
+    def answer(self) -> Any:
         data, self.fds, _, _ = socket.recv_fds(self.line, 1 << 16, 4)
         assert data, f"the child has ended: {self.process.wait(LIMIT_S)}"
         kind, value = msgspec.msgpack.decode(data)

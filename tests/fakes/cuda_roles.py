@@ -5,6 +5,8 @@ Run by `tests.fakes.cuda_children`, never in pytest's own process.
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from typing import Any
 
 import msgspec
@@ -72,12 +74,23 @@ class Application:
 
     def make_ring(self, count: int) -> bytes:
         self.stream, self.ring = sync.Stream(), sync.EventRing.create(count)
+        self.gate = threading.Event()
+        self.callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: self.gate.wait(60) and None)
+        self.wait_at_gate = driver.bindings().CUhostFn(ctypes.cast(self.callback, ctypes.c_void_p).value)
         return self.ring.handles
 
     def write_late(self, number: int, value: float) -> int:
-        """Returns while the GPU is still at it; the index of the event that says when it is done."""
+        """The GPU writes when `open_gate` is called; the index of the event that says when it has."""
         self.late = np.full(4, value, np.float32)
+        self.gate.clear()
+        driver.call("cuLaunchHostFunc", self.stream.handle, self.wait_at_gate, 0)
         self.stream.copy(self.pointers[number], self.late.ctypes.data, self.late.nbytes)
+        return self.ring.record(self.stream.handle)
+
+    def open_gate(self) -> None:
+        self.gate.set()
+
+    def record(self) -> int:
         return self.ring.record(self.stream.handle)
 
     def give(self, index: int) -> None:

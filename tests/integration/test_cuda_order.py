@@ -15,12 +15,11 @@ EVENTS = 4
 
 
 @pytest.fixture(scope="module")
-def pair(cuda_sim: CudaEnv) -> Iterator[tuple[Child, Child]]:
-    """An application whose GPU takes 50 ms for each operation, and a worker whose GPU is quick."""
-    slow = cuda_sim.with_settings(CUSIM_DELAY_US=50_000)
+def pair(cuda_env: CudaEnv) -> Iterator[tuple[Child, Child]]:
+    """An application whose stream stops at a gate before it writes, and a worker."""
     with (
-        Child(slow, "tests.fakes.cuda_roles:Application") as application,
-        Child(cuda_sim, "tests.fakes.cuda_roles:Worker") as worker,
+        Child(cuda_env, "tests.fakes.cuda_roles:Application") as application,
+        Child(cuda_env, "tests.fakes.cuda_roles:Worker") as worker,
     ):
         application.call("allocate", 4096)
         worker.call("add", 1, 1, application.call("export", 0, 0, 4096))
@@ -34,7 +33,10 @@ def test_an_event_is_waited_for_by_the_stream(pair: tuple[Child, Child]) -> None
     application, worker = pair
     for value in range(2, 2 + 2 * EVENTS):
         index = application.call("write_late", 0, float(value))
-        assert worker.call("read_after", 1, index) == value
+        worker.ask("read_after", 1, index)
+        assert not worker.answered()
+        application.call("open_gate")
+        assert worker.answer() == value
         application.call("give", index)
 
 
@@ -43,18 +45,19 @@ def test_without_it_stale_data_is_read(pair: tuple[Child, Child]) -> None:
     application, worker = pair
     index = application.call("write_late", 0, 1000.0)
     assert worker.call("read_after", 1, None) < 1000
+    application.call("open_gate")
     assert worker.call("read_after", 1, index) == 1000
     application.call("give", index)
 
 
 def test_an_event_is_not_recorded_again_before_its_request_has_ended(pair: tuple[Child, Child]) -> None:
     application, _ = pair
-    taken = [application.call("write_late", 0, 1.0) for _ in range(EVENTS)]
+    taken = [application.call("record") for _ in range(EVENTS)]
     assert sorted(taken) == list(range(EVENTS))
     with pytest.raises(InferError, match=f"all {EVENTS} events are in requests that have not ended"):
-        application.call("write_late", 0, 2.0)
+        application.call("record")
     application.call("give", taken[2])
-    assert application.call("write_late", 0, 3.0) == taken[2]
+    assert application.call("record") == taken[2]
     for index in taken:
         application.call("give", index)
 
@@ -71,9 +74,9 @@ def test_a_ring_of_another_length_is_refused(handles: bytes) -> None:
         OpenedRing(handles)  # no driver is asked
 
 
-def test_handles_of_no_event_are_refused(cuda_sim: CudaEnv) -> None:
+def test_handles_of_no_event_are_refused(cuda_env: CudaEnv) -> None:
     with (
-        Child(cuda_sim, "tests.fakes.cuda_roles:Worker") as worker,
+        Child(cuda_env, "tests.fakes.cuda_roles:Worker") as worker,
         pytest.raises(InferError, match="cuIpcOpenEventHandle failed with CUDA_ERROR_INVALID_HANDLE"),
     ):
         worker.call("open_ring", bytes(128))
