@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from broker.repository.config import ModelConfig, TensorConfig
+from broker.repository.config import InstanceGroup, ModelConfig, TensorConfig
 from broker.repository.scheduling import DynamicBatching
 from shm import statistics
 from shm.errors import Code, InferError
@@ -315,6 +315,19 @@ def test_responses_of_decoupled_models_are_not_written_to_a_gpu(
         code, text = caller.refused(plan)
         assert code is Code.UNSUPPORTED
         assert "is decoupled: its responses cannot be written to GPU memory" in text
+
+
+def test_a_runtime_without_cuda_is_told_apart_from_one_with(tmp_path: Path, gpu: LoneWorker) -> None:
+    """The package that is installed for tests is the one for the CPU."""
+    config = replace(
+        onnx_add1(tmp_path),
+        backend="onnxruntime",
+        instance_group=(InstanceGroup(name="m", kind="KIND_GPU", gpus=(0,)),),
+    )
+    with pytest.raises(InferError) as raised:
+        gpu.load(config)
+    assert raised.value.code == "UNAVAILABLE"
+    assert "runs it by CPUExecutionProvider: the installed package is the runtime for the CPU" in raised.value.message
 
 
 # --- faults ---------------------------------------------------------------------------------------------------------

@@ -69,14 +69,14 @@ def load_with(trt: Any, context: Context) -> TensorRTModel:
 class Engine:
     """A plan, deserialized once per worker. `lock`: TensorRT's own objects of one engine are made one at a time."""
 
-    __slots__ = ("__weakref__", "engine", "lock", "log", "path", "profiles", "tensors", "trt")
+    __slots__ = ("__weakref__", "_runtime", "engine", "lock", "log", "path", "profiles", "tensors", "trt")
 
     def __init__(self, trt: Any, path: str, device: Device, host_code: bool) -> None:
         self.trt, self.path = trt, path
         self.lock = threading.Lock()
         self.log = Log(trt)
         who = f"{trt.__name__.rpartition('.')[2]} {trt.__version__}"
-        runtime = trt.Runtime(self.log.logger)
+        runtime = self._runtime = trt.Runtime(self.log.logger)  # must outlive the engine
         if self.log.errors:  # it returns all the same, and crashes later
             raise InferError(Code.UNAVAILABLE, f"{who} does not run on {device.name}: {self.log.take()}")
         runtime.engine_host_code_allowed = host_code
@@ -154,6 +154,7 @@ class TensorRTModel:
 
     def close(self) -> None:
         """Contexts first, then the stream they used."""
+        self.lane.enter()  # what is freed belongs to this GPU
         self.last = None
         self._contexts.clear()
         self.scratch.close()

@@ -2,6 +2,9 @@
 
 Called by `broker.worker.cuda.execute`. Operands are bound where they lie; the binding copies what lies on the host
 (`broker.worker.cuda.staging.Places`). Rows of a batch go straight into their places on the GPU, from wherever they are.
+
+Which inputs a model may read in place is no question here (`LoadedModel.copied` is about the host): kernels read a
+value once, so a client that rewrites it meanwhile gains nothing over one that sends it.
 """
 
 from __future__ import annotations
