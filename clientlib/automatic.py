@@ -72,9 +72,11 @@ class Request:
         chosen = self._chosen = None if outputs is None else check_outputs(outputs)
         if chosen is not None:
             signature.append(tuple(chosen.items()) if isinstance(chosen, Mapping) else tuple(chosen))
-        self._parameters = NOTHING if parameters is None else parameters_of(parameters)
-        if self._parameters:
-            signature.append(key_of(self._parameters))
+        self._parameters = NOTHING
+        if parameters is not None:
+            self._parameters = parameters_of(parameters)
+            if self._parameters:
+                signature.append(key_of(self._parameters))
         self.key = tuple(signature)
 
     def recipe(self, budget: Budget) -> Recipe:
