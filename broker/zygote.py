@@ -69,9 +69,12 @@ class ForkFailed(ZygoteMessage, frozen=True, kw_only=True, tag=True):
 
 
 class Exited(ZygoteMessage, frozen=True, kw_only=True, tag=True):
-    """A worker has ended and was reaped. `code` is its exit code, or minus the signal that killed it."""
+    """The worker of that fork has ended and was reaped. `code` is its exit code, or minus the signal that killed it.
 
-    pid: int
+    Not named by its pid, which may be another's by now.
+    """
+
+    id: int
     code: int
 
 
@@ -105,7 +108,7 @@ class _Zygote:
     def __init__(self, link: socket.socket) -> None:
         self._link = link
         self._entry = ""
-        self._workers: set[int] = set()
+        self._workers: dict[int, int] = {}  # pid → the fork's id, until it is reaped
         self._wakeup, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(write_end)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
@@ -171,7 +174,7 @@ class _Zygote:
         if pid == 0:
             _become_worker(link, zygote, self._entry)
         os.close(link)
-        self._workers.add(pid)
+        self._workers[pid] = request
         pidfd = os.pidfd_open(pid)  # it cannot name another process: only we reap
         self._say(Forked(id=request, pid=pid), pidfd)
         os.close(pidfd)
@@ -190,9 +193,8 @@ class _Zygote:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGKILL)  # its helper processes; not yet reaped, so the id is still its own
             status = os.waitpid(pid, 0)[1]
-            if pid in self._workers:
-                self._workers.remove(pid)
-                self._say(Exited(pid=pid, code=os.waitstatus_to_exitcode(status)))
+            if (fork := self._workers.pop(pid, None)) is not None:
+                self._say(Exited(id=fork, code=os.waitstatus_to_exitcode(status)))
 
     def _say(self, message: ZygoteMessage, *fds: int) -> None:
         send(self._link, encode(message), fds)

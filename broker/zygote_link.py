@@ -45,6 +45,15 @@ class _Life:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """How a worker ended, once the zygote has told; None: it cannot any more."""
+
+    fork: int
+    code: asyncio.Future[int | None]
+
+
+@final
 class Zygote:
     """The broker's end of the zygote. Started by the first `fork`, started again by the next one after its death."""
 
@@ -56,7 +65,8 @@ class Zygote:
         self._life: _Life | None = None
         self._last_id = 0
         self._forks: dict[int, asyncio.Future[tuple[int, int]]] = {}
-        self._reports: dict[int, asyncio.Future[int | None]] = {}
+        # By the pidfd that `fork` gave, which is one process's until it is closed; a pid may be another's by then.
+        self._reports: dict[int, _Report] = {}
 
     @property
     def pid(self) -> int | None:
@@ -92,11 +102,11 @@ class Zygote:
 
         The zygote reaps and reports; when it is dead its workers have become the broker's own children.
         """
-        report = self._reports.get(pid)
+        report = self._reports.get(pidfd)
         if report is not None:
-            await asyncio.wait([report], timeout=ANSWER_S)
-            del self._reports[pid]
-            if report.done() and (code := report.result()) is not None:
+            await asyncio.wait([report.code], timeout=ANSWER_S)
+            del self._reports[pidfd]
+            if report.code.done() and (code := report.code.result()) is not None:
                 return code
         return _reap(pid, pidfd)
 
@@ -162,16 +172,16 @@ class Zygote:
                     kill(fds[0])  # nobody waits for it any more
                     close_all(fds)
                     return
-                self._reports[pid] = asyncio.get_running_loop().create_future()
+                self._reports[fds[0]] = _Report(number, asyncio.get_running_loop().create_future())
                 answer.set_result((pid, fds[0]))
             case zygote.ForkFailed(id=number, reason=reason):
                 answer = self._forks.get(number)
                 if answer is not None and not answer.done():
                     answer.set_exception(StartFailed(f"fork: {reason}"))
-            case zygote.Exited(pid=pid, code=code):
-                report = self._reports.get(pid)
-                if report is not None and not report.done():
-                    report.set_result(code)
+            case zygote.Exited(id=number, code=code):
+                for report in self._reports.values():
+                    if report.fork == number and not report.code.done():
+                        report.code.set_result(code)
 
     def _exited(self, life: _Life) -> None:
         loop = asyncio.get_running_loop()
@@ -186,8 +196,8 @@ class Zygote:
         _log.log(logging.DEBUG if life.process.returncode == 0 else logging.ERROR, "zygote: %s", how)
         life.ended.set_result(None)
         for report in self._reports.values():
-            if not report.done():
-                report.set_result(None)
+            if not report.code.done():
+                report.code.set_result(None)
         waiters: list[asyncio.Future[Any]] = [life.preloaded, *self._forks.values()]
         for waiter in waiters:
             if not waiter.done():
@@ -197,12 +207,13 @@ class Zygote:
 
 def _reap(pid: int, pidfd: int) -> int | None:
     """Reap an adopted worker, and end the helper processes it left in its process group."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
     try:
-        ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
+        ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)  # a zombie of ours: so far the number is still its own
+        os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
     except ChildProcessError:
-        return None
-    if ended is None:
         return None
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
