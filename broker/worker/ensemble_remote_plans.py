@@ -12,7 +12,7 @@ from broker.repository.config import RemoteMember
 from broker.repository.scheduling import Step
 from broker.worker.ensemble_graph import Needed
 from broker.worker.ensemble_memory import Prepared, Shape, Value, private
-from broker.worker.ensemble_remote_memory import Block
+from broker.worker.ensemble_remote_memory import Block, SharedMemory
 from broker.worker.ensemble_remote_session import StepSession
 from broker.worker.plans import PlacedTensor, Plan
 from shm import datatypes
@@ -33,11 +33,12 @@ ROOM = 4096  # of an output elsewhere whose size is unknown; the largest so far 
 class Bound:
     """The plan of a step in another worker, asked for when this is made."""
 
-    __slots__ = ("_error", "_lock", "_released", "_session", "_stir", "_word", "plan")
+    __slots__ = ("_error", "_lock", "_memory", "_released", "_session", "_word", "plan")
 
-    def __init__(self, session: StepSession, plan: Plan, message: PrepareStep) -> None:
+    def __init__(self, session: StepSession, memory: SharedMemory, plan: Plan, message: PrepareStep) -> None:
         self.plan = plan  # the same here, for which nothing runs
         self._session = session
+        self._memory = memory
         self._lock = threading.Lock()
         self._word = 0
         self._error: InferError | None = None
@@ -60,7 +61,9 @@ class Bound:
     def _answered(self, reply: Reply | InferError, fds: list[int]) -> None:
         close_all(fds)
         if not isinstance(reply, Answer):
-            self._error = reply if isinstance(reply, InferError) else InferError(Code.INTERNAL, "no plan was prepared")
+            names = (tensor.region.info.name for tensor in (*self.plan.inputs, *self.plan.outputs))
+            refused = self._memory.refusal(names)  # if so, that there is no such region says nothing
+            self._error = refused or (reply if isinstance(reply, InferError) else InferError(Code.INTERNAL, "no plan"))
             return
         with self._lock:
             self._word = reply.index | reply.generation << 32
@@ -127,7 +130,7 @@ class SharedPrepared(Prepared):
             )
             retry = member.retry and self._ensemble.model.config.retryable
             message = PrepareStep(plan=wanted, owner=owner if member.sequences else 0, retry=retry)
-            bound = self.bound[at] = Bound(self._ensemble.session, plan, message)
+            bound = self.bound[at] = Bound(self._ensemble.session, self._ensemble.memory, plan, message)
         return bound
 
     def dispose(self) -> None:

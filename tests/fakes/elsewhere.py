@@ -33,6 +33,7 @@ class Session:
         self._words = itertools.count(1)
         self.plans: dict[int, messages.PrepareStep] = {}
         self.regions: set[str] = set()
+        self.full = ""  # why no region is registered any more
         self.refuse = ""  # why no plan is prepared any more
         self.later: list[Any] = []  # answers that are held back
         self.holds = False
@@ -46,14 +47,20 @@ class Session:
         close_all(fds)
         reply: Any = messages.Done()
         if isinstance(message, messages.RegisterPool):
-            self.regions.add(message.name)
+            if self.full:
+                reply = InferError(Code.UNAVAILABLE, self.full)
+            else:
+                self.regions.add(message.name)
         elif isinstance(message, messages.Unregister):
             self.regions.remove(message.name)
         elif isinstance(message, messages.Release):
             del self.plans[message.index]
         elif isinstance(message, messages.PrepareStep):
-            assert {spec.region for spec in (*message.plan.inputs, *message.plan.outputs)} <= self.regions
-            if self.refuse:
+            known = {spec.region for spec in (*message.plan.inputs, *message.plan.outputs)} <= self.regions
+            assert known or self.full
+            if not known:
+                reply = InferError(Code.NOT_FOUND, "Unable to find shared memory region: 'steps.1'")
+            elif self.refuse:
                 reply = InferError(Code.UNAVAILABLE, self.refuse)
             else:
                 index = next(self._words)

@@ -191,6 +191,19 @@ def test_answers_are_kept_for_what_the_members_elsewhere_have_read(bench):
     assert answer(bench, first) == answer(bench, again) == 4
 
 
+def test_memory_that_cannot_be_had_is_said_to_be_the_reason_and_asked_for_again(bench):
+    model = chain(bench, {1})
+    plan = bench.plan(model, (4, WIDTH), ["OUT"])
+    bench.session.full = "the regions of uid 0 have too many bytes"
+    request = bench.ask(plan, 0, ones(), rows=1)
+    bench.drain()
+    assert request.note.startswith(b"in ensemble 'E', the regions of uid 0 have too many bytes (step 1: model 'm1'")
+    bench.session.full = ""
+    request = bench.ask(plan, 0, ones(), rows=1)
+    bench.drain()
+    assert answer(bench, request) == 4
+
+
 def test_who_ends_a_worker_twice_is_named(bench):
     model = chain(bench, {1})
     plan = bench.plan(model, (4, WIDTH), ["OUT"])
