@@ -41,8 +41,8 @@ async def test_a_replacement_is_brought_everything_in_order(journal: Journal) ->
             await worker.attach_channel(record_of(twin))
             first = worker.pid
             assert first is not None
-            assert worker.has_region(5, 6)
-            assert not worker.has_region(5, 7)
+            assert (5, 6) in worker._state.regions
+            assert (5, 7) not in worker._state.regions
             assert os.getsid(first) == first, "Ctrl-C must not reach a worker"
             assert name_of(first) == "tb-worker"
 
@@ -124,7 +124,7 @@ async def test_giving_up_on_what_is_there_already_takes_nothing_away(journal: Jo
         assert again.cancelled()
         crashing.unlink()
         assert "AddRegion" in journal.types(await replaced(worker, pid))
-        assert worker.has_region(5, 6)
+        assert (5, 6) in worker._state.regions
     os.close(fd)
 
 
