@@ -75,6 +75,8 @@ class VersionLife:
         version = self._catalogue.known[config.name].versions.setdefault(number, Version())
         serving = version.generation > 0
         if not serving:
+            if version.state == UNAVAILABLE and not self._workers.blocks.busy(config.name, number):
+                self._workers.give_back((config.name, number))  # its counters begin anew, as in Triton
             version.state, version.reason = LOADING, ""
         _log.info("loading: %s:%d", config.name, number)
         generation, began = next(self._generations), time.monotonic()

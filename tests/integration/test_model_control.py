@@ -186,6 +186,24 @@ def test_reloads_under_load_fail_no_request(broker, transport):
     assert not problems, problems[0]
 
 
+def test_counters_go_on_over_a_reload_and_begin_anew_after_an_unload(broker):
+    def successes() -> int:
+        (row,) = client.statistics("made")
+        count: int = row["inference_stats"]["success"]["count"]
+        return count
+
+    files = {"1/model.onnx": models.add1().SerializeToString()}
+    with clientlib.connect(f"ipc://{broker.directory}") as client:
+        for _ in range(2):
+            client.load("made", config={}, files=files)
+            client.infer("made", {"x": X})
+            eventually(lambda: successes() == 1)
+            client.load("made", config={"max_batch_size": 2}, files=files)
+            client.infer("made", {"x": X})
+            eventually(lambda: successes() == 2)
+            client.unload("made")
+
+
 def test_loads_of_one_model_at_the_same_time_are_one(broker, repository):
     answers: list[str] = []
 
