@@ -13,6 +13,8 @@ go back while the broker runs.
     workers     key → restarts, lost_wakeups, requests, refused, recovered, in_flight
     cache       of all workers: byte_size (0: there is none), used, entries, hits, misses, evictions, lookup_ns,
                 insertion_ns
+    gpu_memory  key of a worker that has opened some, or pinned regions for a GPU → opens, closes, evictions,
+                open_bytes, pinned_bytes
     gateways    index → restarts
 """
 
@@ -36,8 +38,13 @@ from shm.statistics import (
     CACHE_LOOKUP_NS,
     CACHE_SIZE,
     CACHE_USED,
+    GPU_CLOSES,
+    GPU_EVICTIONS,
+    GPU_OPEN_BYTES,
+    GPU_OPENS,
     IN_FLIGHT,
     LOST_WAKEUPS,
+    PINNED_BYTES,
     RECOVERED,
     REFUSED,
     TAKEN,
@@ -60,6 +67,13 @@ _WORKER_WORDS = {
     "refused": REFUSED,
     "recovered": RECOVERED,
     "in_flight": IN_FLIGHT,
+}
+_GPU_WORDS = {
+    "opens": GPU_OPENS,
+    "closes": GPU_CLOSES,
+    "evictions": GPU_EVICTIONS,
+    "open_bytes": GPU_OPEN_BYTES,
+    "pinned_bytes": PINNED_BYTES,
 }
 
 
@@ -126,6 +140,7 @@ class MetricsDocument:
             "sessions": len(self._sessions),
             "workers": {worker.key: self._worker(worker) for worker in self._workers},
             "cache": self._cache(),
+            "gpu_memory": dict(self._gpu_memory()),
             "gateways": {str(row["index"]): {"restarts": row["restarts"]} for row in self._gateways.rows()},
         }
 
@@ -149,6 +164,12 @@ class MetricsDocument:
     def _cache(self) -> dict[str, int]:
         blocks = [self._blocks.of_worker(worker.key) for worker in self._workers]
         return {name: sum(block[word] for block in blocks) for name, word in _CACHE_WORDS.items()}
+
+    def _gpu_memory(self) -> Iterator[tuple[str, dict[str, int]]]:
+        for worker in self._workers:
+            words = self._blocks.of_worker(worker.key)
+            if words[GPU_OPENS] or words[PINNED_BYTES]:
+                yield worker.key, {name: words[word] for name, word in _GPU_WORDS.items()}
 
     def _transports(self) -> dict[str, dict[str, Any]]:
         native = {"requests": self._channels.completed()[CLIENT]}

@@ -254,6 +254,7 @@ def _ours(document: Document) -> Iterator[Metric]:
     )
     yield from _memory(document)
     yield from _processes(document)
+    yield from _gpu_memory(document)
 
 
 def _traffic(transports: Mapping[str, Row]) -> Iterator[Metric]:
@@ -317,6 +318,18 @@ def _processes(document: Document) -> Iterator[Metric]:
     restarts = {gateway: row["restarts"] for gateway, row in gateways.items()}
     documentation = "Gateway processes that were replaced"
     yield _labelled(CounterMetricFamily, "gateway_restarts", documentation, "gateway", restarts)
+
+
+def _gpu_memory(document: Document) -> Iterator[Metric]:
+    workers = document["gpu_memory"]
+    for kind, name, key, documentation in (
+        (CounterMetricFamily, "gpu_memory_opens", "opens", "Allocations of clients on a GPU that a worker has opened"),
+        (CounterMetricFamily, "gpu_memory_closes", "closes", "Of those, the ones that it has closed"),
+        (CounterMetricFamily, "gpu_memory_evictions", "evictions", "Closed because their client had freed them"),
+        (GaugeMetricFamily, "gpu_memory_open_bytes", "open_bytes", "Bytes of those that are open"),
+        (GaugeMetricFamily, "pinned_bytes", "pinned_bytes", "Bytes of host regions that are pinned for a GPU"),
+    ):
+        yield _labelled(kind, name, documentation, "worker", {worker: row[key] for worker, row in workers.items()})
 
 
 # --- parts --------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from broker.worker.plans import Plan
 from broker.worker.rate_limiter import RateLimiter
 from broker.worker.regions import Region, RegionTable
 from broker.worker.tracebacks import complain
-from shm import recovery, sockets
+from shm import recovery, sockets, statistics
 from shm.errors import Code, InferError
 from shm.statistics import StatisticsPage
 from shm.worker_channel import WorkerChannel
@@ -54,7 +54,8 @@ class Control:
         if start.rate_limit is not None:
             self._loop.scheduler.limiter = RateLimiter(start.rate_limit)
         device = _device_of(start.worker)
-        self._regions = RegionTable(device)
+        own_block[statistics.GPU_OPEN_BYTES] = own_block[statistics.PINNED_BYTES] = 0  # a predecessor's
+        self._regions = RegionTable(device, own_block)
         self._crowds = Crowds(self._loop.live_requests)
         self._leaving: list[Plan] = []  # closed plans whose memory is let go when their last request has ended
         self._retired: list[Region] = []  # retired regions that requests still use, as the broker was told

@@ -99,11 +99,11 @@ class Region:
             return self.bytes[start : start + size].data
         return os.pread(self._fd, size, self.info.offset + start)
 
-    def pin(self, ordinal: int) -> None:
-        """Let a GPU copy to and from it by itself, if it can be pinned."""
+    def pin(self, ordinal: int, words: memoryview) -> None:
+        """Let a GPU copy to and from it by itself, if it can be pinned. `words`: the worker's own, to count it."""
         from broker.worker.cuda.pinned import pin
 
-        self._unpin = pin(self.bytes, ordinal, writable=self.info.writable)
+        self._unpin = pin(self.bytes, ordinal, words, writable=self.info.writable)
 
     def close(self) -> None:
         """No plan names it any more, and no request runs on it: GPU memory is closed, other memory goes by itself."""
@@ -119,13 +119,17 @@ class Region:
 
 @final
 class RegionTable:
-    """Every region that may be named by a new plan. `device`: the UUID of the worker's GPU, "" on the CPU."""
+    """Every region that may be named by a new plan.
 
-    __slots__ = ("_device", "_regions", "_windows")
+    `device`: the UUID of the worker's GPU, "" on the CPU. `words`: the worker's own, for what it opens on GPUs.
+    """
 
-    def __init__(self, device: str = "") -> None:
+    __slots__ = ("_device", "_regions", "_windows", "_words")
+
+    def __init__(self, device: str = "", words: memoryview | None = None) -> None:
         self._regions: dict[tuple[int, int], Region] = {}
         self._device = device
+        self._words = words
         self._windows: Windows | None = None
 
     def __len__(self) -> int:
@@ -141,12 +145,13 @@ class RegionTable:
             return
         from broker.worker.cuda.windows import Windows
 
-        self._windows = self._windows or Windows(self._device)
+        assert self._words is not None
+        self._windows = self._windows or Windows(self._device, self._words)
         if info.cuda is not None:
             self._regions[key] = Region.on_gpu(info, self._windows.open(info, fd))
         else:
             self._regions[key] = Region(info, fd)
-            self._regions[key].pin(self._windows.ordinal)
+            self._regions[key].pin(self._windows.ordinal, self._words)
 
     def hold(self, number: int, region: Region) -> None:
         """Name a region that is mapped already, for a step of an ensemble."""

@@ -163,7 +163,9 @@ def test_host_memory_is_pinned_once_and_copied_to_the_gpu(tmp_path: Path, cuda_e
             calls = grown(cuda_env, gpu, before)
             assert calls["cuMemHostRegister"] == 1
             assert calls["cuMemAlloc"] == 3, "a place for each tensor, used again"
+        pinned = gpu.word(statistics.PINNED_BYTES)
         gpu.retire_region(caller.memory)
+        assert pinned - gpu.word(statistics.PINNED_BYTES) == caller.memory.info.byte_size
         if cuda_env.simulated:
             assert grown(cuda_env, gpu, before)["cuMemHostUnregister"] == 1
 
@@ -260,11 +262,15 @@ def test_a_region_is_closed_when_it_is_unregistered(
     config = adder(tmp_path)
     gpu.load(config)
     before = cuda_env.calls(gpu.pid)
+    words = (statistics.GPU_OPENS, statistics.GPU_CLOSES, statistics.GPU_OPEN_BYTES)
+    opens, closes, held = (gpu.word(word) for word in words)
     with Caller(gpu) as caller:
-        memory = GpuMemory(gpu, application)
+        memory = GpuMemory(gpu, application, 4096)
         plan = add_plan(caller.attach(), config, memory)
         caller.infer(plan)
+        assert [gpu.word(word) for word in words] == [opens + 1, closes, held + 4096]
         assert gpu.retire_region(memory) == ""
+        assert [gpu.word(word) for word in words] == [opens + 1, closes + 1, held]
         if cuda_env.simulated:
             calls = grown(cuda_env, gpu, before)
             assert calls["cuIpcOpenMemHandle"] == calls["cuIpcCloseMemHandle"] == 1

@@ -72,6 +72,9 @@ def document(*models: dict[str, Any]) -> dict[str, Any]:
             }
         },
         "gateways": {"0": {"restarts": 5}},
+        "gpu_memory": {
+            "gpu0/default": {"opens": 3, "closes": 1, "evictions": 0, "open_bytes": 4096, "pinned_bytes": 8192}
+        },
         "cache": {
             "byte_size": 1000,
             "used": 250,
@@ -162,6 +165,9 @@ def test_our_own_series() -> None:
         "tensorbroker_worker_restarts_total{worker=cpu/default}": 1,
         "tensorbroker_lost_wakeups_total{worker=cpu/default}": 0,
         "tensorbroker_gateway_restarts_total{gateway=0}": 5,
+        "tensorbroker_gpu_memory_opens_total{worker=gpu0/default}": 3,
+        "tensorbroker_gpu_memory_open_bytes{worker=gpu0/default}": 4096,
+        "tensorbroker_pinned_bytes{worker=gpu0/default}": 8192,
         "tensorbroker_retried_requests_total{model=m,version=3}": 1,
     }
     assert {name: values.get(name) for name in expected} == expected

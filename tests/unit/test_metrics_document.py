@@ -146,6 +146,11 @@ def test_workers_and_gateways(parts: Parts) -> None:
             "in_flight": 5,
         }
     }
+    assert found["gpu_memory"] == {}
+    page[words.GPU_OPENS], page[words.GPU_CLOSES], page[words.GPU_OPEN_BYTES], page[words.PINNED_BYTES] = 6, 7, 8, 9
+    assert parts.document()["gpu_memory"] == {
+        "cpu/default": {"opens": 6, "closes": 7, "evictions": 0, "open_bytes": 8, "pinned_bytes": 9}
+    }
     assert found["gateways"] == {"0": {"restarts": 4}}
     assert (found["transports"]["zmq"]["requests"], found["transports"]["zmq"]["failed"]) == (1, 1)
     assert found["copied_bytes"] == {**dict.fromkeys(COPIES, 0), "response": 32}

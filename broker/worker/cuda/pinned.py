@@ -6,27 +6,39 @@ driver's own buffers.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Final
 
 from broker.worker.cuda.streams import Bytes, address
 from shm.cuda.driver import Context, CudaError, attempt, call
+from shm.statistics import PINNED_BYTES
 
 PORTABLE: Final = 1  # CU_MEMHOSTREGISTER_PORTABLE
 READ_ONLY: Final = 8  # CU_MEMHOSTREGISTER_READ_ONLY: the mapping cannot be written
 
 
-def pin(memory: Bytes, ordinal: int, *, writable: bool) -> Callable[[], None] | None:
-    """Pin it; returns what unpins it, to be called before it is unmapped, by any thread. None: it cannot be pinned."""
-    start = address(memory)
+_counting = threading.Lock()
+
+
+def pin(memory: Bytes, ordinal: int, words: memoryview, *, writable: bool) -> Callable[[], None] | None:
+    """Pin it; returns what unpins it, to be called before it is unmapped, by any thread. None: it cannot be pinned.
+
+    `words`: the worker's own, where the bytes are counted.
+    """
+    start, size = address(memory), memory.size
     try:
         with Context(ordinal):
-            call("cuMemHostRegister", start, memory.size, PORTABLE if writable else PORTABLE | READ_ONLY)
+            call("cuMemHostRegister", start, size, PORTABLE if writable else PORTABLE | READ_ONLY)
     except CudaError:
         return None
+    with _counting:
+        words[PINNED_BYTES] += size
 
     def unpin() -> None:
         with Context(ordinal):
             attempt("cuMemHostUnregister", start)
+        with _counting:
+            words[PINNED_BYTES] -= size
 
     return unpin

@@ -13,6 +13,7 @@ from broker.worker.cuda.streams import end_if_lost
 from broker.worker.messages import AddRegion
 from shm.cuda.driver import CudaError, devices, find_device
 from shm.errors import Code, InferError
+from shm.statistics import GPU_CLOSES, GPU_EVICTIONS, GPU_OPEN_BYTES, GPU_OPENS
 
 
 def own_device(worker: str) -> str:
@@ -36,10 +37,10 @@ def own_device(worker: str) -> str:
 class Window:
     """[pointer, pointer + byte_size) on GPU `ordinal` of this process."""
 
-    __slots__ = ("_region", "_table", "ordinal")
+    __slots__ = ("_all", "_region", "_table", "ordinal")
 
-    def __init__(self, table: CudaRegions, region: CudaRegion, ordinal: int) -> None:
-        self._table, self._region, self.ordinal = table, region, ordinal
+    def __init__(self, windows: Windows, table: CudaRegions, region: CudaRegion, ordinal: int) -> None:
+        self._all, self._table, self._region, self.ordinal = windows, table, region, ordinal
 
     @property
     def pointer(self) -> int:
@@ -63,16 +64,21 @@ class Window:
         """No plan names it, nothing runs on it: close the memory, if it is the last of its allocation."""
         self._table.retire(self._region.key)
         self._table.close_idle()
+        self._all.count()
 
 
 @final
 class Windows:
-    """All of a worker's. `device`: of a worker on a GPU, its UUID; one on the CPU opens memory of every GPU it sees."""
+    """All of a worker's. `device`: of a worker on a GPU, its UUID; one on the CPU opens memory of every GPU it sees.
 
-    __slots__ = ("_device", "_ordinals", "_tables")
+    `words`: the worker's own, for the broker to read.
+    """
 
-    def __init__(self, device: str) -> None:
-        self._device = device
+    __slots__ = ("_before", "_device", "_ordinals", "_tables", "_words")
+
+    def __init__(self, device: str, words: memoryview) -> None:
+        self._device, self._words = device, words
+        self._before = tuple(words[word] for word in (GPU_OPENS, GPU_CLOSES, GPU_EVICTIONS))  # of processes before us
         self._ordinals: dict[str, int] = {}
         self._tables: dict[str, tuple[CudaRegions, int]] = {}
 
@@ -94,7 +100,18 @@ class Windows:
         except CudaError as error:
             end_if_lost(error, uuid)
             raise
-        return Window(table, region, ordinal)
+        finally:
+            self.count()
+        return Window(self, table, region, ordinal)
+
+    def count(self) -> None:
+        """Write into the worker's words what it has opened and closed."""
+        tables = [table for table, _ in self._tables.values()]
+        opens, closes, evictions = self._before
+        self._words[GPU_OPENS] = opens + sum(table.opens for table in tables)
+        self._words[GPU_CLOSES] = closes + sum(table.closes for table in tables)
+        self._words[GPU_EVICTIONS] = evictions + sum(table.evictions for table in tables)
+        self._words[GPU_OPEN_BYTES] = sum(table.open_bytes for table in tables)
 
     def _ordinal_of(self, uuid: str) -> int:
         if uuid not in self._ordinals:
