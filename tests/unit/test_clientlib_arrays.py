@@ -116,8 +116,8 @@ class TestArrays:
             with pytest.raises(InferError, match=text):
                 client.infer(*arguments)
         with pytest.raises(InferError, match="'temperature'") as caught:
-            client.infer("double", {"x": x}, parameters={"temperature": 1})
-        assert caught.value.code == "UNSUPPORTED"
+            client.infer("double", {"x": x}, parameters={"temperature": [1]})
+        assert caught.value.code == "INVALID_ARG"
 
     def test_places_held_by_pending_results_are_missed_in_words(self, client, small_broker):
         big = client.create_region("r", 1 << 20)

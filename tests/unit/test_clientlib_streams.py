@@ -304,7 +304,7 @@ def test_arguments(client):
     with pytest.raises(InferError, match="priority"):
         client.stream("several", X, priority=-1)
     with pytest.raises(InferError, match="parameters"):
-        client.stream("several", X, parameters={"a": 1})
+        client.stream("several", X, parameters=["a"])
     with pytest.raises(InferError, match="timeout"):
         client.stream("several", X, timeout="soon")
     _, plan = doubling(client)
