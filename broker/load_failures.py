@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from broker.catalogue import UNAVAILABLE, Model, Version
 from broker.repository.config import LoadFailure
+from broker.repository.scan import NOT_UNIQUE
 from shm.errors import Code, InferError
 
 BAD_OVERRIDE = "Invalid config override: "
@@ -28,6 +29,11 @@ def is_unknown(failure: LoadFailure) -> bool:
 def is_of_override(failure: LoadFailure) -> bool:
     """Does it say nothing about what is in the repository?"""
     return failure.reason.startswith(BAD_OVERRIDE)
+
+
+def is_ambiguous(failure: LoadFailure) -> bool:
+    """Is it in several repositories? Then what serves is not served any more, as in Triton: it may be either."""
+    return failure.reason.startswith(NOT_UNIQUE % failure.name)
 
 
 def refusal(failure: LoadFailure) -> InferError:

@@ -15,10 +15,10 @@ from typing import Any, final
 
 from msgspec.structs import replace
 
-from broker import polling
+from broker import load_failures, polling
 from broker.catalogue import READY, UNAVAILABLE, UNLOADED, Catalogue, Model
 from broker.ensemble_members import as_members_are, ensembles_of, members_first, misfit
-from broker.load_failures import is_of_override, is_unknown, not_polled, refusal, remember, told, versions_failed
+from broker.gpus import Gpus
 from broker.loading import results
 from broker.loads import Loads, cancel
 from broker.overrides import Override, Overrides
@@ -56,6 +56,7 @@ class Models(Catalogue):
         "_again",
         "_ensembles",
         "_explicit",
+        "_gpus",
         "_life",
         "_loads",
         "_overrides",
@@ -77,8 +78,10 @@ class Models(Catalogue):
         directory: str = "",
         loads: int = LOADS,
         retries: int = 0,
+        gpus: Gpus | None = None,
     ) -> None:
         super().__init__(workers.blocks)
+        self._gpus = gpus
         self._workers = workers
         self._request = request
         self._explicit = control_mode == "explicit"
@@ -152,13 +155,15 @@ class Models(Catalogue):
             report(done, total)
 
         while True:
-            async for result in results(replace(self._request, models=asked)):
+            async for result in results(replace(self._request, models=asked), self._gpus):
                 match result:
                     case Plan():
                         total += len(result.models)
                         report(done, total)
                     case LoadFailure():
-                        if result.name not in tried or not is_unknown(result):
+                        if load_failures.is_ambiguous(result) and self.serving(result.name) is not None:
+                            await self._unload_all(result.name)
+                        if result.name not in tried or not load_failures.is_unknown(result):
                             self._failed(result)
                         done += 1
                         report(done, total)
@@ -192,7 +197,7 @@ class Models(Catalogue):
         try:
             check_model_name(model)
         except InferError as error:  # no directory of that name is looked at
-            raise InferError(Code.INTERNAL, f"{not_polled(model)}: {error.message}") from None
+            raise InferError(Code.INTERNAL, f"{load_failures.not_polled(model)}: {error.message}") from None
         if parameters >= 0:
             override = await asyncio.to_thread(self._overrides.take, model, parameters)
             await self._load_one(model, override)
@@ -255,7 +260,7 @@ class Models(Catalogue):
         if not config.versions:
             raise InferError(Code.INTERNAL, f"failed to load '{model}', no version is available")
         if failures:
-            raise versions_failed(model, failures)
+            raise load_failures.versions_failed(model, failures)
 
     async def _load_members(self, ensemble: Ensemble, above: tuple[str, ...]) -> None:
         """Those that do not serve. What goes wrong is said of the ensemble."""
@@ -273,11 +278,11 @@ class Models(Catalogue):
             request = replace(request, repositories=(override.repository,))
         if override.config is not None:
             request = replace(request, overrides={model: override.config})
-        result = [each async for each in results(request)][-1]
+        result = [each async for each in results(request, self._gpus)][-1]
         if isinstance(result, LoadFailure):
-            if not is_unknown(result) and not is_of_override(result):
+            if not load_failures.is_unknown(result) and not load_failures.is_of_override(result):
                 self._failed(result)
-            raise refusal(result)
+            raise load_failures.refusal(result)
         assert isinstance(result, ModelConfig), "a result for every model"
         return result
 
@@ -353,9 +358,9 @@ class Models(Catalogue):
             raise InferError(Code.UNAVAILABLE, NOT_EXPLICIT)
 
     def _failed(self, failure: LoadFailure) -> None:
-        for line in told(failure):
+        for line in load_failures.told(failure):
             _log.error("%s", line)
-        remember(self.known.setdefault(failure.name, Model()), failure)
+        load_failures.remember(self.known.setdefault(failure.name, Model()), failure)
 
     def _lost(self, model: str, number: int, generation: int, reason: str) -> None:
         """A worker had to come back without it."""

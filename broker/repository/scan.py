@@ -15,6 +15,7 @@ import msgspec
 
 from shm.errors import Code, InferError
 
+NOT_UNIQUE = "failed to poll model '%s': not unique across all model repositories"
 # ASCII only and no leading punctuation: a name is also a path component, a log field, a metric label and an argument.
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,254}")
 _VERSION = re.compile(r"[0-9]{1,19}")
@@ -98,7 +99,7 @@ def scan(repositories: Sequence[str]) -> Repositories:
             if name in models or name in failures:
                 other = models.pop(name, None)
                 in_several.add(name)
-                failures.setdefault(name, f"failed to poll model '{name}': not unique across all model repositories")
+                failures.setdefault(name, NOT_UNIQUE % name)
                 if other is not None:
                     failures[name] += f"\n    it is in {other.repository} and in {root}"
             elif not is_inside(os.path.join(root, name), root):

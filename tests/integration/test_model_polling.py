@@ -25,7 +25,8 @@ def repository(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def client(repository: Path, tmp_path: Path) -> Iterator[Client]:
-    flags = ("--model-control-mode=poll", "--repository-poll-secs=1")
+    (tmp_path / "more").mkdir()
+    flags = ("--model-control-mode=poll", "--repository-poll-secs=1", f"--model-repository={tmp_path / 'more'}")
     with Broker(repository, tmp_path / "run", *flags) as broker:
         broker.ready()
         with clientlib.connect(f"ipc://{broker.directory}") as client:
@@ -62,3 +63,8 @@ def test_changes_are_followed_and_what_is_broken_serves_on(client: Client, repos
     assert np.array_equal(client.infer("m", {"x": X})["y"], X + 1)
     models.write_model(repository, "sick", models.add1())
     eventually(lambda: state(client, "sick") == "1 READY")
+    # A model that is in two repositories may be either, and is served when it is one again.
+    shutil.copytree(repository / "m", repository.parent / "more" / "m")
+    eventually(lambda: "UNAVAILABLE" in state(client, "m"), "is served no more")
+    shutil.rmtree(repository / "m")
+    eventually(lambda: state(client, "m") == "1 READY")
