@@ -113,6 +113,8 @@ class Instance:
 
     def close(self) -> None:
         """Give the runtime's memory back, and the instance's own."""
+        if self.model.runner is not None:
+            self.model.runner.forget(self)
         self.buffers.clear()
         self._scratch.clear()
         self.runtime.close()
@@ -385,8 +387,6 @@ class LoadedModel:
             self.cached.close()
         if self.ensemble is not None:
             self.ensemble.close()
-        if self.runner is not None:
-            self.runner.close()
         for instance in self.instances:
             instance.close()
 

@@ -6,12 +6,13 @@ each in any region. `doubled` is a model on the double of TensorRT.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 
 from broker.repository.config import InstanceGroup, ModelConfig, TensorConfig
 from broker.worker import messages
@@ -23,9 +24,10 @@ from shm.messages import TensorSpec
 from tests.doubles import tensorrt as double
 from tests.fakes.broker import eventually
 from tests.fakes.channel import Pending
+from tests.fakes.cuda import CudaEnv
 from tests.fakes.cuda_children import Child
 from tests.fakes.cuda_roles import Application
-from tests.fakes.loaded import Memory
+from tests.fakes.loaded import Memory, spec
 from tests.fakes.lone_worker import LoneWorker, Session
 
 BACKEND = """
@@ -207,3 +209,47 @@ def adder(directory: Path, most: int = 8, fault: str = "", **fields: Any) -> Mod
     given = [TensorConfig(name=f"INPUT{index}", datatype="FP32", dims=(4,)) for index in range(2)]
     made = [TensorConfig(name="OUTPUT0", datatype="FP32", dims=(4,))]
     return doubled(directory, plan, given, made, max_batch_size=most, **fields)
+
+
+# --- what tests of workers share ---
+
+ROW = 16
+X, Y, Z = ({"offset": at * 1024, "stride": 1024 // 4} for at in range(3))
+
+
+@pytest.fixture(scope="module")
+def application(cuda_env: CudaEnv) -> Iterator[Child]:
+    with Child(cuda_env, "tests.fakes.cuda_worker:Client") as child:
+        yield child
+
+
+@pytest.fixture(scope="module")
+def cpu(cuda_env: CudaEnv) -> Iterator[LoneWorker]:
+    with LoneWorker(environ=cuda_env.environ) as worker:
+        yield worker
+
+
+@pytest.fixture(scope="module")
+def gpu(cuda_env: CudaEnv) -> Iterator[LoneWorker]:
+    with LoneWorker("gpu0/test", cuda_env.environ) as worker:
+        yield worker
+
+
+def rows(count: int, value: float) -> np.ndarray:
+    return np.full((count, 4), value, np.float32)
+
+
+def add_plan(caller: Caller, config: ModelConfig, memory: GpuMemory | Memory, positions: int = 4) -> int:
+    """INPUT0 at 0, INPUT1 at 1024, OUTPUT0 at 2048; positions of one row each, 256 bytes apart."""
+    inputs = [(memory, spec("INPUT0", (1, 4), **X)), (memory, spec("INPUT1", (1, 4), **Y))]
+    return caller.plan(config, inputs, [(memory, spec("OUTPUT0", (1, 4), **Z))], positions, rows=1)
+
+
+def fill(memory: GpuMemory | Memory, position: int, x: float, y: float) -> None:
+    memory.put(position * 256, rows(1, x))
+    memory.put(1024 + position * 256, rows(1, y))
+    memory.put(2048 + position * 256, rows(1, -1))
+
+
+def result(memory: GpuMemory | Memory, position: int = 0) -> list[float]:
+    return memory.get(2048 + position * 256, (4,)).tolist()

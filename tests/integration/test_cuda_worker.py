@@ -6,9 +6,6 @@ runtimes; TensorRT is a double (tests/doubles/tensorrt.py).
 
 from __future__ import annotations
 
-import re
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,56 +14,32 @@ from msgspec.structs import replace
 
 from broker.repository.config import InstanceGroup, ModelConfig, TensorConfig
 from broker.repository.scheduling import DynamicBatching
+from broker.worker import messages
 from shm import statistics
 from shm.errors import Code, InferError
 from tests.doubles import tensorrt as double
 from tests.fakes import models
+from tests.fakes.broker import eventually
 from tests.fakes.cuda import CudaEnv
 from tests.fakes.cuda_children import Child
-from tests.fakes.cuda_worker import Caller, GpuMemory, adder, config_of, copied, doubled
-from tests.fakes.loaded import Memory, shapes_of, spec
-from tests.fakes.lone_worker import LIMIT_S, LoneWorker
-
-ROW = 16
-X, Y, Z = ({"offset": at * 1024, "stride": 1024 // 4} for at in range(3))
-
-
-@pytest.fixture(scope="module")
-def application(cuda_env: CudaEnv) -> Iterator[Child]:
-    with Child(cuda_env, "tests.fakes.cuda_worker:Client") as child:
-        yield child
-
-
-@pytest.fixture(scope="module")
-def cpu(cuda_env: CudaEnv) -> Iterator[LoneWorker]:
-    with LoneWorker(environ=cuda_env.environ) as worker:
-        yield worker
-
-
-@pytest.fixture(scope="module")
-def gpu(cuda_env: CudaEnv) -> Iterator[LoneWorker]:
-    with LoneWorker("gpu0/test", cuda_env.environ) as worker:
-        yield worker
-
-
-def rows(count: int, value: float) -> np.ndarray:
-    return np.full((count, 4), value, np.float32)
-
-
-def add_plan(caller: Caller, config: ModelConfig, memory: GpuMemory | Memory, positions: int = 4) -> int:
-    """INPUT0 at 0, INPUT1 at 1024, OUTPUT0 at 2048; positions of one row each, 256 bytes apart."""
-    inputs = [(memory, spec("INPUT0", (1, 4), **X)), (memory, spec("INPUT1", (1, 4), **Y))]
-    return caller.plan(config, inputs, [(memory, spec("OUTPUT0", (1, 4), **Z))], positions, rows=1)
-
-
-def fill(memory: GpuMemory | Memory, position: int, x: float, y: float) -> None:
-    memory.put(position * 256, rows(1, x))
-    memory.put(1024 + position * 256, rows(1, y))
-    memory.put(2048 + position * 256, rows(1, -1))
-
-
-def result(memory: GpuMemory | Memory, position: int = 0) -> list[float]:
-    return memory.get(2048 + position * 256, (4,)).tolist()
+from tests.fakes.cuda_worker import (  # noqa: F401 (fixtures)
+    ROW,
+    Caller,
+    GpuMemory,
+    add_plan,
+    adder,
+    application,
+    config_of,
+    copied,
+    cpu,
+    doubled,
+    fill,
+    gpu,
+    result,
+    rows,
+)
+from tests.fakes.loaded import shapes_of, spec
+from tests.fakes.lone_worker import LoneWorker
 
 
 def grown(env: CudaEnv, worker: LoneWorker, before: dict[str, int]) -> dict[str, int]:
@@ -253,6 +226,25 @@ def test_results_of_unknown_size_go_to_gpu_memory(tmp_path: Path, gpu: LoneWorke
         assert memory.get(1024, (4,), "INT32").tolist() == [1, 4, 5, -1], "nothing was written"
 
 
+def test_an_unloaded_model_gives_its_gpu_memory_back(tmp_path: Path, cuda_sim: CudaEnv, gpu: LoneWorker) -> None:
+    config = adder(tmp_path)
+    before = cuda_sim.calls(gpu.pid)
+    gpu.load(config)
+    with Caller(gpu) as caller:
+        plan = add_plan(caller.attach(), config, caller.memory)
+        caller.infer(plan)
+        gpu.ask(messages.UnloadModel(model=config.name, version=1))
+        code, _ = caller.refused(plan)
+        assert code is Code.UNAVAILABLE
+
+        def given_back() -> bool:
+            calls = grown(cuda_sim, gpu, before)
+            memory = calls["cuMemAlloc"] == calls.get("cuMemFree")
+            return memory and calls["cuStreamCreate"] == calls.get("cuStreamDestroy")
+
+        eventually(given_back, "memory and stream are given back")
+
+
 # --- regions come and go --------------------------------------------------------------------------------------------
 
 
@@ -334,84 +326,3 @@ def test_a_runtime_without_cuda_is_told_apart_from_one_with(tmp_path: Path, gpu:
         gpu.load(config)
     assert raised.value.code == "UNAVAILABLE"
     assert "runs it by CPUExecutionProvider: the installed package is the runtime for the CPU" in raised.value.message
-
-
-# --- faults ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_lost_context_ends_the_worker_and_its_replacement_answers(
-    tmp_path: Path, cuda_env: CudaEnv, application: Child, capfd: pytest.CaptureFixture[str]
-) -> None:
-    broken, sound = adder(tmp_path / "broken" / "add", fault="sticky"), adder(tmp_path / "sound" / "add")
-    with LoneWorker("gpu0/test", cuda_env.environ) as first:
-        first.load(broken)
-        caller = Caller(first)
-        memory = GpuMemory(first, application)
-        plan = add_plan(caller.attach(), broken, memory)
-        fill(memory, 0, 1, 2)
-        pending = caller.submit(plan)
-        assert first.process.wait(LIMIT_S) == 71
-    assert re.search("CUDA_ERROR_ILLEGAL_ADDRESS.*: the CUDA context is lost; this worker ends", capfd.readouterr().err)
-    with caller, LoneWorker("gpu0/test", cuda_env.environ) as second:
-        second.load(sound)
-        memory.give(second)
-        second.add_region(caller.memory)
-        caller.worker = second
-        for message in caller.bound:
-            second.ask(message)
-        caller.attach()
-        caller.wait(pending)
-        assert (pending.code, pending.text) == (Code.OK, "")
-        assert result(memory) == [3.0] * 4
-
-
-def test_a_killed_worker_is_replaced(tmp_path: Path, cuda_env: CudaEnv, application: Child) -> None:
-    config = adder(tmp_path)
-    with LoneWorker("gpu0/test", cuda_env.environ) as first:
-        first.load(config)
-        caller = Caller(first)
-        memory = GpuMemory(first, application)
-        plan = add_plan(caller.attach(), config, memory)
-        fill(memory, 0, 1, 2)
-        caller.infer(plan)
-        first.process.send_signal(signal.SIGKILL)
-        first.process.wait(LIMIT_S)
-    fill(memory, 0, 5, 6)
-    pending = caller.submit(plan)
-    with caller, LoneWorker("gpu0/test", cuda_env.environ) as second:
-        second.load(config)
-        memory.give(second)
-        second.add_region(caller.memory)
-        caller.worker = second
-        second.ask(caller.bound[0])
-        caller.attach()
-        caller.wait(pending)
-        assert result(memory) == [11.0] * 4
-
-
-def test_memory_that_runs_out_is_that_requests_error(tmp_path: Path, cuda_sim: CudaEnv, application: Child) -> None:
-    config = adder(tmp_path)
-    env = cuda_sim.with_settings(CUSIM_FAIL="cuMemAlloc:2")
-    with LoneWorker("gpu0/test", env.environ) as worker, Caller(worker) as caller:
-        block = worker.load(config)
-        memory = GpuMemory(worker, application)
-        on_gpu, on_host = (add_plan(caller, config, each) for each in (memory, caller.memory))
-        fill(memory, 0, 1, 2)
-        caller.attach().infer(on_gpu)
-        code, text = caller.refused(on_host)
-        assert code is Code.UNAVAILABLE
-        assert text.startswith("the GPU has no 16 bytes left for this request")
-        caller.infer(on_gpu)
-        assert result(memory) == [3.0] * 4
-        assert block[statistics.FAIL] == 1
-
-
-def test_an_engine_that_fails_is_that_requests_error(tmp_path: Path, gpu: LoneWorker, application: Child) -> None:
-    config = adder(tmp_path, fault="refuse")
-    gpu.load(config)
-    with Caller(gpu) as caller:
-        plan = add_plan(caller.attach(), config, GpuMemory(gpu, application))
-        for _ in range(2):
-            code, text = caller.refused(plan)
-            assert code is Code.INTERNAL
-            assert text.startswith("TensorRT failed to run the model: IExecutionContext::enqueueV3")

@@ -60,12 +60,11 @@ class CudaRunner:
                 for window in _plan(request).windows:
                     window.finish()
 
-    def close(self) -> None:
-        """Nothing runs any more."""
-        lanes, self._lanes = self._lanes, {}
-        self._batches.clear()
-        for lane in lanes.values():
-            lane.close()
+    def forget(self, instance: Instance) -> None:
+        """It is closed, nothing runs on it."""
+        self._batches.pop(instance.number, None)
+        for key in [key for key in self._lanes if key[0] == instance.number]:
+            self._lanes.pop(key).close()
 
     def _begin(self, instance: Instance, request: Request) -> bool:
         """The request holds its regions. False: it has failed."""
