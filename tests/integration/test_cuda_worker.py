@@ -197,6 +197,27 @@ def test_neighbours_of_a_ring_run_in_place(tmp_path: Path, gpu: LoneWorker, appl
         assert copied(block) == {"align": 9 * ROW}
 
 
+def test_a_completion_means_that_the_gpu_is_done(tmp_path: Path, cuda_sim: CudaEnv, application: Child) -> None:
+    """Every operation of a stream takes 3 ms there; what is read at once after a completion is the result."""
+    slow = cuda_sim.with_settings(CUSIM_DELAY_US=3000)
+    alone = adder(tmp_path / "alone")
+    batching = DynamicBatching(preferred_batch_size=(2,), max_queue_delay_microseconds=20_000_000)
+    together = adder(tmp_path / "together", dynamic_batching=batching)
+    with LoneWorker("gpu0/test", slow.environ) as worker, Caller(worker) as caller:
+        caller.attach()
+        for config in (alone, together):
+            worker.load(config)
+            for memory in (GpuMemory(worker, application), caller.memory, GpuMemory(worker, application, offset=12)):
+                plan = add_plan(caller, config, memory)
+                for value in (1.0, 2.0):
+                    fill(memory, 0, value, value)
+                    fill(memory, 1, value, -value)
+                    for pending in [caller.submit(plan, position) for position in range(2)]:
+                        caller.wait(pending)
+                        assert pending.code is Code.OK
+                    assert (result(memory, 0)[0], result(memory, 1)[0]) == (2 * value, 0)
+
+
 def test_results_of_unknown_size_go_to_gpu_memory(tmp_path: Path, gpu: LoneWorker, application: Child) -> None:
     plan = double.plan("nonzero", [double.tensor("INPUT0", [8], "INT32")], [double.tensor("OUTPUT0", [-1], "INT32")])
     config = doubled(
