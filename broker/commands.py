@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import select
@@ -14,10 +15,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from broker.gpus import Gpus
 from broker.repository.check import check
 from broker.repository.config import LoadFailure, ModelConfig
 from broker.repository.ensembles import misfit
 from broker.repository.placement import placed
+from broker.repository.protocol import LoadRequest
 from broker.repository.scan import misplaced, scan
 from broker.tables import ascii_table, printable
 from shm import sockets
@@ -120,6 +123,7 @@ def human(document: dict[str, Any]) -> str:
         f"memory {quotas['memory_used']} of {quotas['memory_limit']} bytes, regions {quotas['regions']}, "
         f"sessions {quotas['sessions']} of {quotas['sessions_limit']}, refused {counters['sessions_refused']}, "
         f"protocol errors {counters['protocol_errors']}",
+        *_about_gpus(document.get("cuda", {})),
     ]
     for title, columns in _TABLES.items():
         rows = document.get(title)  # a broker of an older version has fewer
@@ -129,6 +133,12 @@ def human(document: dict[str, Any]) -> str:
                 ascii_table([title[:-1], *columns[1:]], ([_cell(row, name) for name in columns] for row in rows)),
             ]
     return "\n".join(lines)
+
+
+def _about_gpus(cuda: dict[str, Any]) -> list[str]:
+    gpus = cuda.get("gpus", [])
+    lines = [f"GPU {gpu['ordinal']}: {gpu['name']}, {gpu['uuid']}, {gpu['total_memory']} bytes" for gpu in gpus]
+    return lines or ([f"no GPU: {cuda['reason']}"] if cuda.get("reason") else [])
 
 
 _TABLES = {
@@ -151,7 +161,7 @@ def _cell(row: dict[str, Any], name: str) -> str:
 def check_repositories(repositories: Sequence[str], *, strict: bool, config_name: str = "") -> int:
     """Configure every model, serve none; print Triton's table and what was noted. Returns 1 if one fails."""
     try:
-        results = check(repositories, strict=strict, config_name=config_name)
+        results = check(repositories, strict=strict, config_name=config_name, on=_with_gpus)
     except InferError as error:
         print(printable(error.message), file=sys.stderr)
         return 1
@@ -168,6 +178,10 @@ def check_repositories(repositories: Sequence[str], *, strict: bool, config_name
     for note in (*notes, *filter(None, map(misplaced, repositories))):
         print(printable(note))
     return 0 if rows and all(status == "OK" for _, _, status in rows) else 1
+
+
+def _with_gpus(request: LoadRequest) -> LoadRequest:
+    return asyncio.run(Gpus().known_to(request))
 
 
 def _with_members(
@@ -202,7 +216,7 @@ def explain(repositories: Sequence[str], model: str, *, as_json: bool = False, c
             )
         result = next(
             result
-            for result in check(repositories, models=(model,), explain=True, config_name=config_name)
+            for result in check(repositories, models=(model,), explain=True, config_name=config_name, on=_with_gpus)
             if result.name == model
         )
         if isinstance(result, LoadFailure):

@@ -20,7 +20,7 @@ NO_FILE = -1  # as `device` of an identity: no (device, inode) of a file is equa
 
 
 def check_served(name: str, memory: CudaMemory, served: Collection[str]) -> None:
-    """Is there a worker on the memory's GPU? `served`: UUIDs. Raises UNSUPPORTED, as Triton without GPUs words it."""
+    """Do workers see the memory's GPU? `served`: UUIDs. Raises UNSUPPORTED, as Triton without GPUs words it."""
     if memory.device in served:
         return
     where = f"workers run on {', '.join(sorted(served))}" if served else "its workers run on the CPU only"
@@ -41,26 +41,17 @@ class GpuWorker(Protocol):
 W = TypeVar("W", bound=GpuWorker)
 
 
-def reaching(workers: Sequence[W], regions: Iterable[RegionEntry]) -> list[W]:
-    """Those of `workers`, of which there is one, that reach all `regions`. Raises UNSUPPORTED where none does."""
-    left = list(workers)
-    for entry in regions:
-        if entry.cuda is not None:
-            near = [worker for worker in left if worker.device == entry.cuda.device]
-            if not near:
-                check_reach(entry.name, entry.cuda, left[0])
-            left = near
-    return left
-
-
-def check_reach(name: str, memory: CudaMemory, worker: GpuWorker) -> None:
-    """Does `worker` run on the memory's GPU? Raises UNSUPPORTED."""
-    if worker.device != memory.device:
-        raise InferError(
-            Code.UNSUPPORTED,
-            f"shared memory region '{name}' is memory of {memory.device}, but the model runs in worker '{worker.key}', "
-            "which cannot reach it; use a region of the host, or an instance_group with that GPU",
-        )
+def nearest(workers: Sequence[W], regions: Iterable[RegionEntry]) -> Sequence[W]:
+    """Those of `workers` that a plan on `regions` should go to: on a GPU that has some of them; else on the CPU, where
+    they are copied; else all: a worker of another GPU says itself whether it reaches them.
+    """
+    devices = {entry.cuda.device for entry in regions if entry.cuda is not None}
+    if not devices:
+        return workers
+    for wanted in (devices, {""}):
+        if near := [worker for worker in workers if worker.device in wanted]:
+            return near
+    return workers
 
 
 def identity_of(memory: CudaMemory, *, writable: bool) -> FileIdentity:

@@ -17,6 +17,7 @@ from typing import final
 
 from msgspec.structs import replace
 
+from broker.gpus import Gpus
 from broker.repository.check import describe_exit
 from broker.repository.config import LoadFailure, ModelConfig
 from broker.repository.protocol import LoadRequest, LoadRun, Plan, encode_request
@@ -30,13 +31,15 @@ MODULE = "broker.repository.loader"
 
 
 async def results(
-    request: LoadRequest, *, module: str = MODULE, progress_s: float = PROGRESS_S
+    request: LoadRequest, gpus: Gpus | None = None, *, module: str = MODULE, progress_s: float = PROGRESS_S
 ) -> AsyncIterator[Plan | ModelConfig | LoadFailure]:
     """First the plan, then a result for every model it names, each as soon as it is known.
 
+    `gpus`: what models may be placed on; None: whatever `request` says.
     Raises InferError when there is no plan: the loader could not even list the models, or cannot run here.
     """
     check_requirements()
+    request = request if gpus is None else await gpus.known_to(request)
     first = True
     while True:
         loader, run, given = _Loader(request, module), LoadRun(), 0

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, final
 
-from broker.cuda_regions import reaching
+from broker.cuda_regions import nearest
 from broker.ensemble_members import retryable
 from broker.plan_check import check
 from broker.records import RegionEntry
@@ -28,6 +28,7 @@ _GENERATIONS = 2**32 - 1  # the word has 32 bits for it; 0 is never used
 class PlanWorker(RegionWorker, Protocol):
     """What plans need of a worker."""
 
+    device: str  # the UUID of its GPU, "" on the CPU
     state: str
 
     async def bind_plan(self, message: BindPlan) -> None:
@@ -105,7 +106,7 @@ class Plans:
         metadata = self._models.metadata(request.model, request.version)
         serving = self._models.workers_for(request.model, request.version)
         checked = check(metadata, request, lambda name: self._registry.find(session, name))
-        workers = reaching(_wanted(serving, request), checked.regions)
+        workers = nearest(_wanted(serving, request), checked.regions)
         config, version = self._models.config(request.model, request.version)
         table = self._tables.setdefault(session, _Table())
         index, generation = table.take()
@@ -154,7 +155,7 @@ class Plans:
             raise _no_plan(request.index, request.generation)
         message = plan.message
         serving = self._models.workers_for(message.model, "" if message.follow_latest else str(message.version))
-        for worker in reaching(serving, plan.regions):
+        for worker in nearest(serving, plan.regions):
             if worker.key == request.worker:
                 if worker.state != "ready" and not request.wait:
                     raise InferError(Code.UNAVAILABLE, f"worker '{worker.key}' is {worker.state}")

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Protocol, final
 
-from broker.cuda_regions import check_reach, check_served, identity_of
+from broker.cuda_regions import check_served, identity_of
 from broker.quota import Quota
 from broker.records import Peer, RegionEntry
 from broker.reservation import Reservations
@@ -41,7 +41,6 @@ class RegionWorker(Protocol):
     """What regions need of a worker."""
 
     key: str
-    device: str  # UUID of its GPU, or ""
 
     async def add_region(self, entry: RegionEntry) -> None:
         """Returns when the worker's process has mapped the region."""
@@ -208,8 +207,6 @@ class Registry:
         for entry in entries:
             if not entry.draining:
                 holders = self._mapped.setdefault(entry.generation, [])
-                if entry.cuda is not None:
-                    check_reach(entry.name, entry.cuda, worker)
                 if worker not in holders:
                     holders.append(worker)
                 await worker.add_region(entry)

@@ -27,6 +27,7 @@ from broker.channels import Channels
 from broker.control import Control
 from broker.gateway.options import LogOptions
 from broker.gateways import CannotServe, Gateways, check_ports
+from broker.gpus import Gpus
 from broker.listener import Sessions
 from broker.metrics import MetricsDocument
 from broker.models import Models
@@ -69,7 +70,9 @@ class Server:
         version = distribution_version("tensorbroker")
         epoch = secrets.token_hex(8)
         blocks = StatisticsBlocks(StatisticsPage.create())
+        self._gpus = Gpus()
         self._workers = _workers(options, blocks)
+        self._workers.gpu_uuid = self._gpus.uuid
         self._models = Models(
             self._workers,
             LoadRequest(
@@ -83,22 +86,14 @@ class Server:
             directory=run.path,
             loads=options.model_load_threads,
             retries=options.model_load_retries,
+            gpus=self._gpus,
         )
         quota = _quota(options)
         self._registry = Registry(quota)
+        self._registry.cuda_devices = self._gpus.uuids
         plans = Plans(self._models, self._registry)
         self._channels = Channels(self._workers.of, quota)
-        status = StatusDocument(
-            directory=run.path,
-            epoch=epoch,
-            version=version,
-            workers=self._workers,
-            models=self._models,
-            registry=self._registry,
-            plans=plans,
-            channels=self._channels,
-            worker_block=blocks.of_worker,
-        )
+        status = self._status(epoch, version, plans, blocks)
         self._control = Control(
             models=self._models,
             registry=self._registry,
@@ -122,6 +117,20 @@ class Server:
         self._control.metrics = self._metrics(blocks)
         self._truncations = Truncations()
         self._workers.on_region_shrunk = self._region_shrunk
+
+    def _status(self, epoch: str, version: str, plans: Plans, blocks: StatisticsBlocks) -> StatusDocument:
+        return StatusDocument(
+            directory=self._run.path,
+            epoch=epoch,
+            version=version,
+            workers=self._workers,
+            models=self._models,
+            registry=self._registry,
+            plans=plans,
+            channels=self._channels,
+            worker_block=blocks.of_worker,
+            cuda=self._gpus.facts,
+        )
 
     def _metrics(self, blocks: StatisticsBlocks) -> MetricsDocument:
         return MetricsDocument(

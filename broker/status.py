@@ -56,8 +56,10 @@ class StatusDocument:
         plans: Plans,
         channels: Channels,
         worker_block: Callable[[str], memoryview],
+        cuda: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        """`worker_block` gives the words of a worker's own block in the statistics page."""
+        """`worker_block` gives the words of a worker's own block in the statistics page, `cuda` tells of GPUs."""
+        self._cuda = cuda
         self._broker = {"pid": os.getpid(), "epoch": epoch, "version": version, "directory": directory}
         self._started = time.monotonic()
         self._workers = workers
@@ -80,6 +82,7 @@ class StatusDocument:
             "regions": [self._region(entry) for entry in islice(self._registry, ROWS)],
             "quotas": self._quotas(),
             "counters": self._counters(),
+            "cuda": self._cuda(),
         }
 
     def _worker(self, worker: WorkerFacts) -> dict[str, Any]:

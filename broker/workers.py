@@ -16,6 +16,7 @@ from typing import final
 from broker.coroner import PlanBook
 from broker.desired_state import LOADS, STOPPING
 from broker.logical_worker import Worker
+from broker.repository.placement import gpu_of
 from broker.repository.scheduling import Allowance
 from broker.statistics_blocks import StatisticsBlocks
 from broker.supervision import PING_EVERY_S, PING_LIMIT_S, HangWatch, Running, hang_limit_s
@@ -35,6 +36,10 @@ def _ignore(*_: object) -> None:
     """Nobody asked to be told."""
 
 
+def _no_gpu(ordinal: int) -> str:
+    raise InferError(Code.UNAVAILABLE, f"there is no GPU {ordinal}")
+
+
 @final
 class Workers:
     """Owns the workers, the zygote they come from, and the watch over instances that hang and processes that are stuck.
@@ -52,6 +57,7 @@ class Workers:
         "_zygote",
         "blocks",
         "cache_byte_size",
+        "gpu_uuid",
         "model_load_deaths",
         "model_loads",
         "on_channel_broken",
@@ -87,6 +93,7 @@ class Workers:
         self.rate_limit = rate_limit
         self.ping_every_s = ping_every_s
         self.ping_limit_s = ping_limit_s
+        self.gpu_uuid: Callable[[int], str] = _no_gpu  # of an ordinal; raises InferError
         self.plans: PlanBook | None = None
         self.on_channel_broken: Callable[[int, str], None] = _ignore
         self.on_region_shrunk: Callable[[int, int], None] = _ignore
@@ -118,13 +125,15 @@ class Workers:
     def start(self, key: str) -> Worker:
         """The worker `key`, started if there is none yet. Returns at once; its methods wait until it is ready.
 
-        Raises InferError UNAVAILABLE once the broker is stopping.
+        Raises InferError UNAVAILABLE once the broker is stopping, and for a GPU that is not there.
         """
         worker = self._workers.get(key)
         if worker is None:
             if self._stopping:
                 raise InferError(Code.UNAVAILABLE, STOPPING)
-            worker = self._workers[key] = Worker(key, self, self._zygote)
+            gpu = gpu_of(key)
+            device = "" if gpu is None else self.gpu_uuid(gpu)
+            worker = self._workers[key] = Worker(key, self, self._zygote, device)
             worker.start()
             if self._watch is None:
                 self._watch = asyncio.create_task(self._look_for_hangs(), name="hang watch")

@@ -11,7 +11,7 @@ import selectors
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
@@ -33,10 +33,12 @@ def check(
     strict: bool = False,
     config_name: str = "",
     explain: bool = False,
+    on: Callable[[LoadRequest], LoadRequest] | None = None,
     command: Sequence[str] = LOADER_COMMAND,
     silence_s: float = SILENCE_S,
 ) -> list[ModelConfig | LoadFailure]:
     """The outcome per model (`models` empty: all), in name order; `strict` to `explain` as in `LoadRequest`.
+    `on`: puts the GPUs of this machine into the request.
     An unreadable repository fails under its own path.
 
     A loader (`command`) that dies, or says nothing for `silence_s`, costs the model it was reading; the rest goes to
@@ -46,6 +48,7 @@ def check(
     request = LoadRequest(
         repositories=tuple(repositories), models=tuple(models), strict=strict, config_name=config_name, explain=explain
     )
+    request = request if on is None else on(request)
     results: dict[str, ModelConfig | LoadFailure] = {}
     while True:
         run, how = _run(request, command, silence_s)

@@ -28,7 +28,8 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     `strict`: configurations must be complete (`--strict-model-config`), nothing is taken from the model file.
     `default_max_batch_size`: for models that can batch and do not say how far.
-    `gpus`: device ordinals on which the broker can place instances; empty means there is no GPU.
+    `gpus`: device ordinals on which the broker can place instances; `no_gpus`: why there are no (other) ones.
+    `on_cpu`: backends that use no GPU, as they are installed: for them KIND_AUTO is KIND_CPU.
     `overrides`: model → its configuration, in place of its config.pbtxt: Triton's JSON form, or protobuf text.
     `config_name` (`--model-config-name`): take `<model>/configs/<config_name>.pbtxt` where there is one.
     `explain`: also say where every value comes from (`ModelConfig.origins`, `ModelConfig.explanation`).
@@ -39,6 +40,8 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     strict: bool = False
     default_max_batch_size: int = 4
     gpus: tuple[int, ...] = ()
+    no_gpus: str = ""
+    on_cpu: tuple[str, ...] = ()
     overrides: dict[str, str] = {}
     config_name: str = ""
     explain: bool = False

@@ -93,6 +93,9 @@ def test_tables_for_people():
     assert "tensorbroker 0.1, pid 7, up 12 s, in /run/x" in text
     assert "cpu/default, gpu0/default" in text
     assert "session |" not in text  # no sessions, no table
+    gpu = {"ordinal": 0, "name": "H200", "uuid": "GPU-1", "total_memory": 5}
+    assert "GPU 0: H200, GPU-1, 5 bytes\n" in human({**DOCUMENT, "cuda": {"reason": "", "gpus": [gpu]}})
+    assert "no GPU: no driver\n" in human({**DOCUMENT, "cuda": {"reason": "no driver", "gpus": []}})
 
 
 def test_a_reader_that_has_seen_enough(tmp_path):

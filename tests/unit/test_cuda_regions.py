@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from broker.control import register_cuda
+from broker.cuda_regions import nearest
 from broker.quota import Quota
 from broker.records import Peer, add_region, record, region_info
 from broker.registry import Registry
@@ -157,18 +158,19 @@ def test_vmm_memory_comes_with_its_descriptor_and_no_other_does(
     assert descriptors() == before
 
 
-def test_workers_of_that_gpu_get_it_and_no_others(registry: Registry) -> None:
+def test_workers_that_plans_go_to_get_it(registry: Registry) -> None:
     fd = os.open("/dev/null", os.O_RDONLY)
     by_handle = registry.register_cuda(ALICE, "h", legacy(), True)
     by_descriptor = registry.register_cuda(ALICE, "d", vmm(), True, fd)
     assert by_descriptor.descriptors == (fd,)
     here, elsewhere, host = CudaWorker(), CudaWorker(f"{OTHER}/default"), CudaWorker("cpu/default")
-    asyncio.run(registry.map_at(here, [by_handle, by_descriptor]))
+    regions = [by_handle, by_descriptor]
+    assert nearest([host, elsewhere, here], regions) == [here], "in place"
+    assert nearest([elsewhere, host], regions) == [host], "copies"
+    assert nearest([elsewhere], regions) == [elsewhere], "which says itself whether it reaches it"
+    assert nearest([host, elsewhere, here], []) == [host, elsewhere, here]
+    asyncio.run(registry.map_at(here, regions))
     assert [message.cuda for message in here.added] == [legacy(), vmm()]
-    for worker in (elsewhere, host):
-        with pytest.raises(InferError, match=f"'h' is memory of {GPU}, but the model runs in worker '{worker.key}'"):
-            asyncio.run(registry.map_at(worker, [by_handle]))
-        assert worker.added == []
     asyncio.run(registry.unregister(ALICE.session))
     assert here.retired == [by_handle.identity, by_descriptor.identity], "and only there"
     with pytest.raises(OSError, match="Bad file descriptor"):

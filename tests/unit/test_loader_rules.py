@@ -280,3 +280,43 @@ def test_json_has_numbers_defaults_and_field_names(tmp_path):
 def test_what_is_ignored_is_noted(tmp_path):
     config = config_of(tmp_path, models.add1(), 'cc_model_filenames { key: "8.0" value: "x" }')
     assert "cc_model_filenames is ignored: one model file serves every device" in config.notes
+
+
+def test_kinds_of_instances_follow_from_the_gpus_there_are(tmp_path):
+    auto = "instance_group [ { }, { gpus: 1 }, { kind: KIND_GPU gpus: 0 } ]"
+    models.write_model(tmp_path, "m", models.add1(), config=auto)
+    groups = run(tmp_path, gpus=(0, 1)).instance_group
+    assert [(group.kind, group.gpus) for group in groups] == [
+        ("KIND_GPU", (0, 1)),
+        ("KIND_GPU", (1,)),
+        ("KIND_GPU", (0,)),
+    ]
+    config = run(tmp_path, gpus=(0, 1), on_cpu=("onnxruntime",))
+    assert [(group.kind, group.gpus) for group in config.instance_group] == [
+        ("KIND_CPU", ()),
+        ("KIND_CPU", ()),
+        ("KIND_GPU", (0,)),
+    ]
+    assert "its instances are on the CPU: the onnxruntime that is installed uses no GPU" in config.notes
+    assert "has kind KIND_CPU but specifies one or more GPUs" in reason_of(
+        tmp_path, models.add1(), "instance_group { gpus: 3 }"
+    )
+
+
+def test_why_there_is_no_gpu_is_said(tmp_path):
+    models.write_model(tmp_path, "m", models.add1(), config="instance_group { kind: KIND_GPU gpus: 5 }")
+    why = "CUDA is not available: no driver"
+    assert f"has kind KIND_GPU but no GPUs are available: {why}" in run(tmp_path, no_gpus=why).reason
+    assert "compatibility of 6.000000 are: 0, 1: the broker sees 2" in (
+        run(tmp_path, gpus=(0, 1), no_gpus="the broker sees 2").reason
+    )
+
+
+def test_worker_groups_are_one_for_each_instance_group(tmp_path):
+    group = 'parameters { key: "worker_group" value { string_value: "%s" } }'
+    models.write_model(tmp_path, "m", models.add1(), config=f"instance_group [ {{ }}, {{ }} ] {group % 'a,b'}")
+    assert run(tmp_path).worker_groups == ("a", "b")
+    assert "names 2 groups, one for each instance_group, of which there are 1" in reason_of(
+        tmp_path, models.add1(), group % "a,b"
+    )
+    assert "in every name" in reason_of(tmp_path, models.add1(), group % "a,,b")

@@ -103,14 +103,14 @@ def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
     except ModelError:
         if config.input and config.output:
             # As in Triton, what is wrong with the text is said before what is missing beside it.
-            _finish(config, model, request, origins, ())
+            _finish(config, model, request, origins, (), [])
         raise
     if read and not request.strict:
         with _about(versions):
             notes += complete(config, read[0].signature, parsed.states_max_batch_size, request.default_max_batch_size)
         completed = config.max_batch_size > 0 and not parsed.states_max_batch_size
         origins.mark(config, MODEL)
-    _finish(config, model, request, origins, read)
+    _finish(config, model, request, origins, read, notes)
     if read:
         with _about(versions):
             compare(config, read[0].signature, read[0].path)
@@ -144,6 +144,7 @@ def _finish(
     request: LoadRequest,
     origins: Origins,
     read: Sequence[_Version],
+    notes: list[str],
 ) -> None:
     """Defaults and rules, once the model file has said what it can."""
     if config.platform == ENSEMBLE:
@@ -153,10 +154,13 @@ def _finish(
             f"unexpected directory name '{model.name}' for model '{config.name}', directory name must equal model name"
             f"\n    fix: leave 'name' out of config.pbtxt, or name: \"{model.name}\""
         )
-    normalise(config, request.gpus)
+    on_cpu = config.backend in request.on_cpu and bool(request.gpus)
+    if normalise(config, request.gpus, on_cpu=on_cpu) and config.backend == "onnxruntime":
+        notes.append("its instances are on the CPU: the onnxruntime that is installed uses no GPU")
     origins.mark(config, DEFAULT)
     tensors = [tensor for version in read for tensor in (*version.signature.inputs, *version.signature.outputs)]
-    validate(config, model, request.gpus, frozenset(tensor.name for tensor in tensors if tensor.shape == ()))
+    scalars = frozenset(tensor.name for tensor in tensors if tensor.shape == ())
+    validate(config, model, request.gpus, scalars, request.no_gpus)
 
 
 def _read_older(

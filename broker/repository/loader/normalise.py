@@ -15,18 +15,21 @@ _Group = model_config_pb2.ModelInstanceGroup
 SEQUENCE_IDLE_US = 1_000_000
 
 
-def normalise(config: model_config_pb2.ModelConfig, gpus: Sequence[int]) -> None:
-    """Fill version policy, scheduler, optimisation and instance groups in place."""
+def normalise(config: model_config_pb2.ModelConfig, gpus: Sequence[int], *, on_cpu: bool = False) -> bool:
+    """Fill version policy, scheduler, optimisation and instance groups in place.
+
+    `on_cpu`: its runtime uses none of the `gpus`. Returns whether instances are on the CPU for this reason.
+    """
     if config.version_policy.WhichOneof("policy_choice") is None:
         config.version_policy.latest.num_versions = 1
     _fill_scheduler(config)
     if config.platform == ENSEMBLE:
         config.model_transaction_policy.SetInParent()
-        return  # has no instances and no memory of its own
+        return False  # has no instances and no memory of its own
     for field in ("input_pinned_memory", "output_pinned_memory"):
         if not config.optimization.HasField(field):
             getattr(config.optimization, field).enable = True
-    _fill_instance_groups(config, gpus)
+    return _fill_instance_groups(config, gpus, on_cpu)
 
 
 def _fill_scheduler(config: model_config_pb2.ModelConfig) -> None:
@@ -41,7 +44,8 @@ def _fill_scheduler(config: model_config_pb2.ModelConfig) -> None:
         batching.preferred_batch_size.append(config.max_batch_size)
 
 
-def _fill_instance_groups(config: model_config_pb2.ModelConfig, gpus: Sequence[int]) -> None:
+def _fill_instance_groups(config: model_config_pb2.ModelConfig, gpus: Sequence[int], on_cpu: bool) -> bool:
+    is_moved = False
     if not config.instance_group:
         config.instance_group.add(name=config.name)
     for index, group in enumerate(config.instance_group):
@@ -51,8 +55,12 @@ def _fill_instance_groups(config: model_config_pb2.ModelConfig, gpus: Sequence[i
         group.count = group.count or 1
         if group.kind == _Group.KIND_AUTO:
             usable = bool(gpus) and all(gpu in gpus for gpu in group.gpus)
+            if usable and on_cpu:
+                is_moved, usable = True, False
+                del group.gpus[:]
             group.kind = _Group.KIND_GPU if usable else _Group.KIND_CPU
         if group.kind == _Group.KIND_GPU and not group.gpus:
             group.gpus.extend(gpus)
         if group.HasField("rate_limiter"):
             group.rate_limiter.priority = group.rate_limiter.priority or 1
+    return is_moved

@@ -30,7 +30,9 @@ _Input = model_config_pb2.ModelInput
 _Policy = model_config_pb2.ModelQueuePolicy
 
 
-def validate(config: _Config, model: ModelDirectory, gpus: Sequence[int], scalars: frozenset[str]) -> None:
+def validate(
+    config: _Config, model: ModelDirectory, gpus: Sequence[int], scalars: frozenset[str], no_gpus: str = ""
+) -> None:
     """Raise ModelError at the first rule that is broken.
 
     `scalars`: tensors that have no dimensions in the model file; for them alone an empty reshape is right.
@@ -57,7 +59,7 @@ def validate(config: _Config, model: ModelDirectory, gpus: Sequence[int], scalar
     if config.HasField("dynamic_batching"):
         _validate_dynamic_batching(config.dynamic_batching, config.max_batch_size, name)
     validate_scheduling(config)
-    _validate_instance_groups(config, gpus)
+    _validate_instance_groups(config, gpus, no_gpus)
 
 
 def _validate_tensor(config: _Config, kind: str, text: Any, scalars: frozenset[str]) -> None:
@@ -149,15 +151,21 @@ def _validate_dynamic_batching(batching: Any, max_batch_size: int, name: str) ->
         validate_microseconds("default_timeout_microseconds", policy.default_timeout_microseconds, name)
 
 
-def _validate_instance_groups(config: _Config, gpus: Sequence[int]) -> None:
+def _validate_instance_groups(config: _Config, gpus: Sequence[int], no_gpus: str) -> None:
     for group in config.instance_group:
         title = f"instance group {group.name} of model {config.name}"
         if group.kind not in _Group.Kind.values():
             raise ModelError(f"{title} has an unknown kind {group.kind}")
         if group.count < 1:
             raise ModelError(f"{title} has count {group.count}, it must be positive")
-        for problem in _gpu_problems(group, gpus):
+        for problem in _gpu_problems(group, gpus, no_gpus and f": {no_gpus}"):
             raise ModelError(f"{title} {problem}")
+    names = config.parameters["worker_group"].string_value.split(",") if "worker_group" in config.parameters else ()
+    if len(names) > max(1, len(config.instance_group)):
+        raise ModelError(
+            f"parameter worker_group of model {config.name} names {len(names)} groups, one for each instance_group, of "
+            f"which there are {len(config.instance_group)}"
+        )
     instances = sum(group.count * max(1, len(group.gpus)) for group in config.instance_group)
     if instances > MAX_INSTANCES:
         raise ModelError(
@@ -165,18 +173,18 @@ def _validate_instance_groups(config: _Config, gpus: Sequence[int]) -> None:
         )
 
 
-def _gpu_problems(group: Any, gpus: Sequence[int]) -> Iterator[str]:
+def _gpu_problems(group: Any, gpus: Sequence[int], why: str) -> Iterator[str]:
     kind = _Group.Kind.Name(group.kind)
     if group.kind != _Group.KIND_GPU:
         if group.gpus and group.kind == _Group.KIND_CPU:
             yield f"has kind {kind} but specifies one or more GPUs"
         return
     if not gpus:
-        yield f"has kind {kind} but no GPUs are available"
+        yield f"has kind {kind} but no GPUs are available{why}"
     for gpu in group.gpus:
         if gpu not in gpus:
             available = ", ".join(map(str, gpus))
             yield (
                 f"specifies invalid or unsupported gpu id {gpu}. GPUs with at least the minimum required CUDA compute "
-                f"compatibility of 6.000000 are: {available}"
+                f"compatibility of 6.000000 are: {available}{why}"
             )

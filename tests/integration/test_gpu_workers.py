@@ -1,0 +1,147 @@
+"""A real broker that sees GPUs: where instances run, what it says of them; simulated (see tests/fakes/cuda.py).
+
+The models are of a backend of their own, which computes on the CPU wherever its worker is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import clientlib
+from shm.errors import InferError
+from tests.fakes import models
+from tests.fakes.broker import Broker, eventually
+from tests.fakes.cuda import CudaEnv
+
+pytestmark = pytest.mark.timeout(120)
+MIRROR = """
+def load(context):
+    return Model()
+
+class Model:
+    def bind(self, inputs, outputs):
+        return Binding(inputs[0].memory, outputs[0].memory)
+
+    def close(self):
+        pass
+
+class Binding:
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def run(self):
+        self.y[:] = self.x
+
+    def results(self):
+        return []
+"""
+MODEL = """backend: "mirror" max_batch_size: 4
+input [ { name: "INPUT0" data_type: TYPE_FP32 dims: [ 4 ] } ]
+output [ { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 4 ] } ]
+"""
+MODELS = {
+    "auto": "",
+    "second": "instance_group [ { kind: KIND_GPU gpus: 1 } ]",
+    "mixed": "instance_group [ { kind: KIND_GPU gpus: 0 count: 2 }, { kind: KIND_CPU } ]",
+    "apart": 'instance_group [ { gpus: 1 } ] parameters { key: "worker_group" value { string_value: "own" } }',
+    "third": "instance_group [ { kind: KIND_GPU gpus: [ 1, 2 ] } ]",
+}
+
+
+def serve(env: CudaEnv, tmp_path: Path, **texts: str) -> Broker:
+    repository = tmp_path / "repository"
+    for name, text in texts.items():
+        models.write_model(repository, name, config=MODEL + text)
+        (repository / name / "backend.py").write_text(MIRROR)
+    models.write_model(repository, "plain", models.identity(), config="max_batch_size: 4")
+    (tmp_path / "run").mkdir()
+    flags = ("--model-control-mode=explicit", "--load-model=*", "--exit-on-error=false")
+    return Broker(repository, tmp_path / "run", *flags, before=lambda: os.environ.update(env.environ))
+
+
+def rows(broker: Broker, kind: str, key: str = "name") -> dict[str, dict[str, Any]]:
+    return {row[key]: row for row in broker.status()[kind]}
+
+
+@pytest.fixture
+def broker(cuda_sim: CudaEnv, tmp_path: Path) -> Iterator[Broker]:
+    with serve(cuda_sim.with_settings(CUSIM_DEVICES=2), tmp_path, **MODELS) as broker:
+        yield broker.ready()
+
+
+def test_instances_run_in_the_workers_of_their_gpus(broker: Broker, cuda_sim: CudaEnv) -> None:
+    status = broker.status()
+    assert status["cuda"]["state"] == "ok"
+    gpus = status["cuda"]["gpus"]
+    assert [gpu["ordinal"] for gpu in gpus] == [0, 1]
+    assert tuple(gpu["uuid"] for gpu in gpus) == cuda_sim.with_settings(CUSIM_DEVICES=2).devices()
+    assert all("SIMULATED" in gpu["name"] for gpu in gpus)
+    served = {row["name"]: row["workers"] for row in status["models"] if row["state"] == "READY"}
+    assert served == {
+        "auto": ["gpu0/mirror", "gpu1/mirror"],
+        "second": ["gpu1/mirror"],
+        "mixed": ["gpu0/mirror", "cpu/mirror"],
+        "plain": ["cpu/default"],
+        "apart": ["gpu1/own"],
+    }
+    (failed,) = (row for row in status["models"] if row["state"] != "READY")
+    assert "specifies invalid or unsupported gpu id 2. GPUs with at least" in failed["reason"]
+    assert failed["reason"].partition("\n")[0].endswith("are: 0, 1: the broker sees 2 (CUDA_VISIBLE_DEVICES)")
+    x = np.ones((1, 4), np.float32)
+    with clientlib.connect(f"ipc://{broker.directory}") as client:
+        for name in served.keys() - {"plain"}:
+            for _ in range(8):
+                assert (client.infer(name, {"INPUT0": x}, timeout=30)["OUTPUT0"] == x).all()
+        assert client.statistics("mixed")[0]["inference_stats"]["success"]["count"] == 8
+
+
+def test_neither_broker_nor_zygote_loads_the_driver(broker: Broker) -> None:
+    workers = {row["pid"]: row["key"] for row in broker.status()["workers"]}
+
+    def loads_driver(pid: int) -> bool:
+        return "libcuda" in Path(f"/proc/{pid}/maps").read_text()
+
+    others = [broker.pid, *(pid for pid in broker.descendants() if pid not in workers)]
+    assert len(others) >= 2
+    assert not any(loads_driver(pid) for pid in others)
+
+
+def test_a_worker_of_a_gpu_that_dies_comes_back_to_it(broker: Broker) -> None:
+    worker = rows(broker, "workers", "key")["gpu1/mirror"]
+    os.kill(worker["pid"], 9)
+    with clientlib.connect(f"ipc://{broker.directory}") as client:
+        x = np.ones((1, 4), np.float32)
+        assert (client.infer("second", {"INPUT0": x}, timeout=30)["OUTPUT0"] == x).all()
+    eventually(lambda: rows(broker, "workers", "key")["gpu1/mirror"]["state"] == "ready")
+    assert rows(broker, "workers", "key")["gpu1/mirror"]["restarts"] == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "state", "why"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": ""}, "no device", "the driver sees no GPU; CUDA_VISIBLE_DEVICES is ''"),
+        ({"CUSIM_DRIVER_VERSION": "11040"}, "version mismatch", "the driver is of CUDA 11.4, at least 12.0 is needed"),
+    ],
+)
+def test_a_machine_without_a_usable_gpu_says_why(
+    cuda_sim: CudaEnv, tmp_path: Path, settings: dict[str, str], state: str, why: str
+) -> None:
+    chosen = {"auto": "", "wants": "instance_group [ { kind: KIND_GPU } ]"}
+    with serve(cuda_sim.with_settings(**settings), tmp_path, **chosen) as broker:
+        status = broker.ready().status()
+        assert status["cuda"]["state"] == state
+        assert why in status["cuda"]["reason"]
+        assert status["cuda"]["gpus"] == []
+        assert f"CUDA is not available: {why}" in broker.log()
+        found = {row["name"]: row for row in status["models"]}
+        assert found["auto"]["workers"] == ["cpu/mirror"]
+        text = "instance group wants_0 of model wants has kind KIND_GPU but no GPUs are available"
+        assert f"{text}: CUDA is not available: {why}" in found["wants"]["reason"]
+        with clientlib.connect(f"ipc://{broker.directory}") as client, pytest.raises(InferError, match="KIND_GPU"):
+            client.load("wants")
