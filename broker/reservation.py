@@ -6,6 +6,7 @@ Used by `broker.registry`. posix_fallocate costs about 0.13 s per GiB, which the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import final
@@ -28,12 +29,15 @@ class Reservations:
 
     async def reserve(self, fd: int, offset: int, byte_size: int) -> None:
         """Returns when all pages of the range exist. Raises InferError with the numbers."""
-        duplicate = os.dup(fd)  # the thread's own: ours may be closed, and its number reused, before the thread starts
+        # The thread's own: ours may be closed, and its number reused, before the thread starts. Whoever pops it closes
+        # it: what `submit` raises for want of a thread leaves the work in the queue, for a thread that starts later.
+        duplicate = [os.dup(fd)]
         try:
             done = self._threads.submit(_reserve_and_close, duplicate, offset, byte_size)
-        except BaseException:
-            os.close(duplicate)
-            raise
+        except RuntimeError as error:
+            _close(duplicate)
+            text = f"the {byte_size} bytes of this shared memory cannot be allocated: {error}"
+            raise InferError(Code.UNAVAILABLE, text) from error
         try:
             await asyncio.wait_for(asyncio.wrap_future(done), TIMEOUT_S)
         except TimeoutError:
@@ -44,15 +48,24 @@ class Reservations:
             ) from None
         finally:
             if done.cancelled():  # it never ran
-                os.close(duplicate)
+                _close(duplicate)
 
     def close(self, *, wait: bool = False) -> None:
         """Begin nothing any more; `wait` for what runs."""
         self._threads.shutdown(wait=wait, cancel_futures=True)
 
 
-def _reserve_and_close(fd: int, offset: int, byte_size: int) -> None:
+def _reserve_and_close(owned: list[int], offset: int, byte_size: int) -> None:
+    try:
+        fd = owned.pop()
+    except IndexError:
+        return  # nobody waits for it any more
     try:
         regions.reserve(fd, offset, byte_size)
     finally:
         os.close(fd)
+
+
+def _close(owned: list[int]) -> None:
+    with contextlib.suppress(IndexError):
+        os.close(owned.pop())

@@ -69,11 +69,11 @@ class TraceFiles:
 
     def put(self, trace: Text, part: Part) -> None:
         """Have it written. Never waits: a disk that is too slow loses traces."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._write_all, name="traces", daemon=True)
-            self._thread.start()
         try:
+            self._need_thread()
             self._queue.put_nowait((trace, part))
+        except RuntimeError as error:
+            self._complain(f"failed writing traces: {error}")
         except queue.Full:
             self._dropped += 1
             self._complain(f"{self._dropped} traces were dropped: they come faster than they can be written")
@@ -87,6 +87,12 @@ class TraceFiles:
             except queue.Full:
                 return
             self._thread.join(max(0.0, until - time.monotonic()))
+
+    def _need_thread(self) -> None:
+        if self._thread is None:
+            thread = threading.Thread(target=self._write_all, name="traces", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def _write_all(self) -> None:
         while (item := self._queue.get()) is not None:

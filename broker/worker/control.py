@@ -149,7 +149,11 @@ class Control:
         blocks = [self._page.block(index) for index in message.blocks]
         load = message.config.name, message.version, message.generation
         self._models.begin(load)
-        self._in_thread(message, lambda: self._load(message, blocks))
+        try:
+            self._in_thread(message, lambda: self._load(message, blocks))
+        except RuntimeError as error:
+            self._models.end(load)
+            raise InferError(Code.UNAVAILABLE, f"there is no thread to load it in: {error}") from error
         return False
 
     def _load(self, message: messages.LoadInstances, blocks: Sequence[memoryview]) -> None:
@@ -183,10 +187,15 @@ class Control:
         self._load_threads.run(body)
 
     def _need_threads(self, instances: int) -> None:
-        """One thread per instance and a spare, so that somebody can always lead."""
+        """One thread per instance and a spare, so that somebody can always lead. With fewer, instances take turns."""
         while self._threads < instances + 1:
+            try:
+                threading.Thread(target=self._serve, name=f"instance-{self._threads + 1}", daemon=True).start()
+            except RuntimeError:
+                if not self._threads:
+                    raise
+                return
             self._threads += 1
-            threading.Thread(target=self._serve, name=f"instance-{self._threads}", daemon=True).start()
 
     def _serve(self) -> None:
         try:

@@ -78,10 +78,12 @@ class StepSession:
         """There is an ensemble that will ask for something."""
         with self._lock:
             if self._thread is None:
-                self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-                self._poll.register(self._bell, select.POLLIN)
-                self._thread = threading.Thread(target=self._serve, name="steps elsewhere", daemon=True)
-                self._thread.start()
+                if self._bell < 0:
+                    self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                    self._poll.register(self._bell, select.POLLIN)
+                thread = threading.Thread(target=self._serve, name="steps elsewhere", daemon=True)
+                thread.start()
+                self._thread = thread
                 os.eventfd_write(self._bell, 1)
 
     def connected(self, sock: socket.socket) -> None:
