@@ -170,9 +170,9 @@ class TestErrors:
             client.prepare("add1", {})
 
     def test_what_no_transport_carries(self, client):
-        with pytest.raises(InferError) as caught:
-            client.infer("add1", {"x": vector(1)}, parameters={"mine": 1})
-        assert caught.value.code == "UNSUPPORTED"
+        with pytest.raises(InferError, match="'mine' must be a bool") as caught:
+            client.infer("add1", {"x": vector(1)}, parameters={"mine": [1]})
+        assert caught.value.code == "INVALID_ARG"
         with pytest.raises(InferError, match="cannot register 'gpu'") as caught:
             client.register_cuda_shm("gpu", object())
         assert caught.value.code in ("UNSUPPORTED", "INVALID_ARG")  # by whether this machine has a GPU
