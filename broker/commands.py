@@ -169,10 +169,11 @@ def check_repositories(repositories: Sequence[str], *, strict: bool, config_name
     notes: list[str] = []
     for result in map(_with_members(results), results):
         if isinstance(result, LoadFailure):
-            rows.append((result.name, "-", f"UNAVAILABLE: {result.reason}"))
+            versions = tuple(map(str, result.versions)) or ("-",)
+            rows += [(result.name, version, f"UNAVAILABLE: {result.reason}") for version in versions]
         else:
-            versions = [(result.name, str(version), "OK") for version in result.versions]
-            rows += versions or [(result.name, "-", "Not loaded: No model version was found")]
+            served = [(result.name, str(version), "OK") for version in result.versions]
+            rows += served or [(result.name, "-", "Not loaded: No model version was found")]
             notes += [f"{result.name}: {note}" for note in result.notes]
     print(ascii_table(("Model", "Version", "Status"), rows))
     for note in (*notes, *filter(None, map(misplaced, repositories))):

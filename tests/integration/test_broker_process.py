@@ -155,14 +155,14 @@ def test_a_broken_model_ends_it_or_is_shown(tmp_path):
     with Broker(repository, tmp_path / "run") as broker:
         assert broker.process.wait(LIMIT_S) == 1
         assert "error: creating server: Internal - failed to load all models" in broker.log()
-        assert "\"failed to load 'broken': /" in broker.log()
+        assert "\"failed to load 'broken' version 1: /" in broker.log()
         assert "\"failed to load 'empty', no version" in broker.log()  # a reason that says it itself
     with Broker(repository, tmp_path / "run", "--exit-on-error=false") as broker:
         described = {model["name"]: model for model in broker.ready().status()["models"]}
         assert described["add1"]["state"] == "READY"
         assert described["broken"]["state"] == "UNAVAILABLE"
         assert described["broken"]["reason"]
-        assert "| broken | -       | UNAVAILABLE" in broker.log()
+        assert "| broken | 1       | UNAVAILABLE" in broker.log()
         assert "| empty  | -       | UNAVAILABLE" in broker.log()
 
 

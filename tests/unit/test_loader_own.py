@@ -92,7 +92,7 @@ def test_code_that_cannot_be_a_backend(tmp_path, capsys, code, says):
     reason = run(tmp_path).reason
     assert reason.startswith(f"{tmp_path / 'm'}/{says}")
     assert check_repositories([str(tmp_path)], strict=False) == 1
-    assert "| m     | -       | UNAVAILABLE: " in capsys.readouterr().out
+    assert "| m     | 1       | UNAVAILABLE: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
