@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from clientlib import raw_results, responses, shapes
 from clientlib.arena import Bank, Block, Lease, aligned, owning
+from clientlib.cuda_region import CudaRegion
 from clientlib.failures import RoomNeeded, error_of
 from clientlib.overlap import Ranges, Span
 from clientlib.recipe import ArrayInput, Recipe
@@ -78,8 +79,11 @@ class Placed:
         return Span(self.name, self.region.identity, place.shifted(self.region.offset))
 
     def view(self, position: int, shape: tuple[int, ...]) -> Array:
-        """An array of `shape` at a position."""
-        return views.array(self.region.memory.bytes, self.offset + position * self.stride, shape, self.dtype)
+        """An array of `shape` at a position; of GPU memory one with `__cuda_array_interface__`."""
+        start = self.offset + position * self.stride
+        if isinstance(self.region, CudaRegion):
+            return self.region.cuda_array(shape, self.dtype, start)  # type: ignore[return-value]
+        return views.array(self.region.memory.bytes, start, shape, self.dtype)
 
     def raw(self, position: int) -> Array:
         """The bytes of a position."""
