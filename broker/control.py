@@ -18,7 +18,7 @@ from broker.gateway.options import LogOptions
 from broker.plans import ModelLookup, Plans
 from broker.principals import Principals
 from broker.records import GATEWAY, WORKER, Peer, RegionEntry, record, region_info
-from broker.registry import Registry
+from broker.registry import RegionWorker, Registry
 from broker.sessions import Answer, Session
 from broker.settings import LogState, TraceState
 from shm import messages
@@ -77,6 +77,7 @@ class Control:
         self.trace_state = trace_state or TraceState()
         self.metrics = metrics
         self.on_serving: Callable[[Peer, Serving], None] | None = None
+        self.cuda_worker: Callable[[str], RegionWorker | None] = lambda uuid: None  # one on this GPU that is up
         self.exiting = False
         self._epoch = epoch
         self._version = version
@@ -123,7 +124,9 @@ class Control:
         if isinstance(request, messages.RegisterPool):
             return Answer(region_info(register_pool(self, peer, request, fds)))
         if isinstance(request, messages.RegisterCuda):
-            return Answer(region_info(register_cuda(self, peer, request, fds)))
+            entry = register_cuda(self, peer, request, fds)
+            await open_cuda(self, entry)
+            return Answer(region_info(entry))
         if isinstance(request, messages.LoadModel):
             return await load_model(self, peer, request, fds)
         return await _ANSWERS[type(request)](self, peer, request)
@@ -153,7 +156,7 @@ def register_pool(control: Control, peer: Peer, request: messages.RegisterPool, 
 
 
 def register_cuda(control: Control, peer: Peer, request: messages.RegisterCuda, fds: list[int]) -> RegionEntry:
-    """Note memory of a GPU. What is wrong with its descriptor only a worker can tell, which opens it."""
+    """Note memory of a GPU. What is wrong with it only a worker can tell, which opens it."""
     expected = 1 if request.memory.kind == VMM else 0
     if len(fds) != expected:
         close_all(fds)
@@ -163,6 +166,18 @@ def register_cuda(control: Control, peer: Peer, request: messages.RegisterCuda, 
             f"'{request.name}'",
         )
     return control.registry.register_cuda(peer, request.name, request.memory, request.writable, *fds)
+
+
+async def open_cuda(control: Control, entry: RegionEntry) -> None:
+    """Have a worker of its GPU open it, if there is one: what it cannot open is not registered (InferError)."""
+    worker = control.cuda_worker(entry.cuda.device) if entry.cuda is not None else None
+    if worker is None:
+        return
+    try:
+        await control.registry.map_at(worker, (entry,))
+    except InferError:
+        await control.registry.unregister(entry.session, entry.name)
+        raise
 
 
 async def register_system(control: Control, peer: Peer, request: messages.RegisterSystem) -> Answer:

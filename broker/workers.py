@@ -142,6 +142,10 @@ class Workers:
     def __iter__(self) -> Iterator[Worker]:
         return iter(tuple(self._workers.values()))
 
+    def on_gpu(self, uuid: str) -> Worker | None:
+        """One that runs on this GPU and is up."""
+        return next((worker for worker in self if worker.device == uuid and worker.state == "ready"), None)
+
     @property
     def zygote_pid(self) -> int | None:
         """For the status page; None while there is none."""

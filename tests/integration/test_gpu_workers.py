@@ -18,6 +18,7 @@ from shm.errors import InferError
 from tests.fakes import models
 from tests.fakes.broker import Broker, eventually
 from tests.fakes.cuda import CudaEnv
+from tests.fakes.cuda_children import Child
 
 pytestmark = pytest.mark.timeout(120)
 MIRROR = """
@@ -145,3 +146,28 @@ def test_a_machine_without_a_usable_gpu_says_why(
         assert f"{text}: CUDA is not available: {why}" in found["wants"]["reason"]
         with clientlib.connect(f"ipc://{broker.directory}") as client, pytest.raises(InferError, match="KIND_GPU"):
             client.load("wants")
+
+
+@pytest.fixture
+def application(broker: Broker, cuda_sim: CudaEnv) -> Iterator[Child]:
+    env = cuda_sim.with_settings(CUSIM_DEVICES=2)
+    with Child(env, "tests.fakes.gpu_client:GpuClient", str(broker.directory)) as child:
+        yield child
+
+
+def test_plans_go_to_the_gpu_of_their_memory(application: Child) -> None:
+    for gpu in (0, 1, 0):
+        for value in (1.0, 2.0):
+            answer = application.call("ask", "auto", gpu, value)
+            assert answer == {"result": value, "worker": f"gpu{gpu}/mirror", "workers": []}
+    assert application.call("ask", "mixed", 0, 3.0) == {"result": 3.0, "worker": "gpu0/mirror", "workers": []}
+    assert application.call("ask", "mixed", 1, 4.0)["worker"] == "cpu/mirror", "which gets copies"
+
+
+@pytest.mark.parametrize("handle", [bytes(64), b"\xff" * 64, bytes(range(64))], ids=["zeros", "ones", "random"])
+def test_what_cannot_be_opened_is_not_registered(application: Child, handle: bytes) -> None:
+    with pytest.raises(InferError, match="failed to register shared memory region") as caught:
+        application.call("register_nonsense", handle)
+    assert caught.value.code == "INVALID_ARG"
+    assert application.call("names") == ["0", "1"]
+    assert application.call("ask", "auto", 0, 1.0)["result"] == 1.0
