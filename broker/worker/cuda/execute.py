@@ -10,8 +10,9 @@ A completion is published after this returns, so after the GPU has done everythi
 
 from __future__ import annotations
 
+import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 from broker.worker.assembly import Row
@@ -20,6 +21,7 @@ from broker.worker.cuda.streams import Lane, end_if_lost
 from broker.worker.model import Instance
 from broker.worker.plans import PlacedTensor, Plan
 from broker.worker.running import fail
+from shm import datatypes
 from shm.admission import Request
 from shm.cuda.driver import CudaError, devices
 
@@ -116,31 +118,22 @@ class CudaRunner:
 
     def _copy(self, instance: Instance, request: Request, *, inward: bool) -> int:
         """Copy what the request reads in, or what it has written out; complete. Returns the bytes."""
-        plan = _plan(request)
         copied = 0
         used: set[Lane] = set()
-        position = request.input_position if inward else request.output_position
-        # An open output is mirrored first: what the model does not write there stays as it is.
-        tensors: Sequence[tuple[PlacedTensor, int]] = [
-            *((tensor, position) for tensor in (plan.inputs if inward else plan.outputs)),
-            *((tensor, request.output_position) for tensor in plan.outputs if inward and tensor.open),
-        ]
-        for tensor, at in tensors:
+        for tensor, position, size in _read(request) if inward else _written(request):
             window = tensor.region.gpu
-            if window is None:
+            if window is None or not size:
                 continue
             lane = self._lane(instance, window.ordinal)
-            if not used:
-                lane.enter()
+            lane.enter()
             used.add(lane)
-            memory = tensor.memory(at, request.rows)
-            pointer = window.pointer + tensor.place.offset + at * tensor.place.stride
-            if memory.size:
-                if inward:
-                    lane.copy_out(memory, pointer)
-                else:
-                    lane.copy_in(pointer, memory)
-            copied += memory.size
+            memory = tensor.memory(position)[:size]
+            pointer = window.pointer + tensor.place.offset + position * tensor.place.stride
+            if inward:
+                lane.copy_out(memory, pointer)
+            else:
+                lane.copy_in(pointer, memory)
+            copied += size
         for lane in used:
             lane.enter()
             lane.finish()
@@ -157,6 +150,33 @@ def _plan(request: Request) -> Plan:
     plan = request.plan
     assert isinstance(plan, Plan)
     return plan
+
+
+def _read(request: Request) -> Iterator[tuple[PlacedTensor, int, int]]:
+    """What a model needs of its client's memory: tensor, position, bytes.
+
+    Also the room of strings: how much of it the model writes is not known afterwards, and the rest stays as it is.
+    """
+    plan, output = _plan(request), request.output_position
+    yield from ((tensor, request.input_position, _size(tensor, request.rows)) for tensor in plan.inputs)
+    yield from ((t, output, t.place.byte_size) for t in plan.outputs if t.datatype == datatypes.BYTES)
+
+
+def _written(request: Request) -> Iterator[tuple[PlacedTensor, int, int]]:
+    """What it has written there. The sizes of open outputs follow from their shapes, which are in the note."""
+    words = list(struct.unpack(f"<{len(request.note) // 8}Q", request.note))
+    for tensor in _plan(request).outputs:
+        size = _size(tensor, request.rows)
+        if tensor.open and words:
+            rank = words.pop(0)
+            shape, words = words[:rank], words[rank:]
+            if tensor.datatype != datatypes.BYTES:
+                size = datatypes.byte_size(tensor.datatype, shape)
+        yield tensor, request.output_position, size
+
+
+def _size(tensor: PlacedTensor, rows: int) -> int:
+    return rows * tensor.row_bytes if rows and tensor.row_bytes else tensor.place.byte_size
 
 
 def _plain(instance: Instance, requests: Sequence[Request]) -> bool:

@@ -1,0 +1,140 @@
+"""Applications with GPU memory and a real broker, all the way: simulated; not run on hardware.
+
+TensorRT is a double (tests/doubles/tensorrt.py); the models on the CPU are built in.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from shm.errors import InferError
+from tests.doubles import tensorrt as double
+from tests.fakes import models
+from tests.fakes.broker import Broker, eventually
+from tests.fakes.cuda import ROOT, CudaEnv
+from tests.fakes.cuda_children import Child
+from tests.fakes.cuda_worker import BACKEND
+
+pytestmark = pytest.mark.timeout(120)
+IDENTITY = """backend: "identity" max_batch_size: 4
+input [ { name: "INPUT0" data_type: TYPE_FP32 dims: [ -1 ] } ]
+output [ { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ -1 ] } ]
+instance_group [ { kind: %s } ]
+"""
+ADDER = """backend: "tensorrt" default_model_filename: "model.plan" max_batch_size: 8
+input [ { name: "INPUT0" data_type: TYPE_FP32 dims: [ 4 ] }, { name: "INPUT1" data_type: TYPE_FP32 dims: [ 4 ] } ]
+output [ { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 4 ] } ]
+instance_group [ { kind: KIND_GPU gpus: 0 } ]
+"""
+PROFILE = [[1, 4], [4, 4], [8, 4]]
+PLAN = (
+    [double.tensor(f"INPUT{at}", [-1, 4], profiles=[PROFILE]) for at in range(2)],
+    [double.tensor("OUTPUT0", [-1, 4])],
+)
+
+
+@pytest.fixture(scope="module")
+def broker(cuda_sim: CudaEnv, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+    directory = tmp_path_factory.mktemp("served")
+    repository = directory / "repository"
+    models.write_model(repository, "on_cpu", config=IDENTITY % "KIND_CPU")
+    models.write_model(repository, "near", config=IDENTITY % "KIND_AUTO")
+    for name, fault in (("add", ""), ("broken", "sticky")):
+        models.write_model(repository, name, config=ADDER)
+        (repository / name / "backend.py").write_text(BACKEND)
+        (repository / name / "1" / "model.plan").write_bytes(double.plan("add", *PLAN, fault=fault))
+    (directory / "run").mkdir()
+    with Broker(
+        repository,
+        directory / "run",
+        "--exit-on-error=false",
+        before=lambda: os.environ.update(cuda_sim.environ, PYTHONPATH=str(ROOT)),
+    ) as running:
+        yield running.ready()
+
+
+@pytest.fixture
+def user(broker: Broker, cuda_sim: CudaEnv) -> Iterator[Child]:
+    with Child(cuda_sim, "tests.fakes.cuda_user:User", f"ipc://{broker.directory}") as child:
+        yield child
+
+
+def worker_of(broker: Broker, key: str) -> dict[str, object]:
+    return next(row for row in broker.status()["workers"] if row["key"] == key)
+
+
+@pytest.mark.parametrize("kind", ["gpu", "legacy"])
+def test_a_gpu_model_runs_on_the_clients_gpu_memory(broker: Broker, user: Child, cuda_sim: CudaEnv, kind: str) -> None:
+    user.call("allocate", "r", kind)
+    user.call("prepare", "add", {"INPUT0": "r", "INPUT1": "r"}, {"OUTPUT0": "r"}, [1, 4])
+    assert user.call("infer", {"INPUT0": 1, "INPUT1": 2}, "OUTPUT0") == [0, 3, 3, 3, 3]
+    before = cuda_sim.calls(worker_of(broker, "gpu0/tensorrt")["pid"])  # type: ignore[arg-type]
+    for _ in range(5):
+        assert user.call("infer", {"INPUT0": 3, "INPUT1": 4}, "OUTPUT0") == [0, 7, 7, 7, 7]
+    after = cuda_sim.calls(worker_of(broker, "gpu0/tensorrt")["pid"])  # type: ignore[arg-type]
+    grown = {name for name in after if after[name] != before.get(name)} - {"cuCtxPushCurrent"}  # once per thread
+    doubles = {"cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync", "cuLaunchHostFunc"}
+    assert grown == doubles | {"cuEventRecord", "cuEventSynchronize"}, "no open, no context, no copy of ours"
+
+
+@pytest.mark.parametrize("model", ["on_cpu", "near"])
+def test_models_that_run_on_the_cpu_get_copies(user: Child, model: str) -> None:
+    user.call("allocate", "g", "gpu")
+    user.call("allocate", "h", "host")
+    for region, out, copied in (("g", "g", 32), ("g", "h", 16), ("h", "g", 16), ("h", "h", 0)):
+        user.call("prepare", model, {"INPUT0": region}, {"OUTPUT0": out}, [1, 4])
+        # 32 by the model itself: what it reads is copied by policy, and its outputs are the runtime's.
+        assert user.call("infer", {"INPUT0": 5}, "OUTPUT0") == [32 + copied, 5, 5, 5, 5]
+
+
+def test_a_region_that_is_unregistered_is_closed_everywhere(broker: Broker, user: Child, cuda_sim: CudaEnv) -> None:
+    pid: int = worker_of(broker, "gpu0/tensorrt")["pid"]  # type: ignore[assignment]
+    before = cuda_sim.calls(pid)
+    user.call("allocate", "r", "legacy")
+    user.call("prepare", "add", {"INPUT0": "r", "INPUT1": "r"}, {"OUTPUT0": "r"}, [1, 4])
+    user.call("infer", {"INPUT0": 1, "INPUT1": 2}, "OUTPUT0")
+    user.call("unregister", "r")
+    after = cuda_sim.calls(pid)
+    names = ("cuIpcOpenMemHandle", "cuIpcCloseMemHandle")
+    assert [after[name] - before.get(name, 0) for name in names] == [1, 1]
+
+
+def test_a_client_that_is_killed_leaves_nothing_open(broker: Broker, cuda_sim: CudaEnv) -> None:
+    pid: int = worker_of(broker, "gpu0/tensorrt")["pid"]  # type: ignore[assignment]
+    with Child(cuda_sim, "tests.fakes.cuda_user:User", f"ipc://{broker.directory}") as user:
+        user.call("allocate", "r", "legacy")
+        user.call("prepare", "add", {"INPUT0": "r", "INPUT1": "r"}, {"OUTPUT0": "r"}, [1, 4])
+        user.call("infer", {"INPUT0": 1, "INPUT1": 2}, "OUTPUT0")
+        user.kill()
+    eventually(lambda: _open_now(cuda_sim, pid) == 0, "its memory is closed")
+
+
+def _open_now(env: CudaEnv, pid: int) -> int:
+    calls = env.calls(pid)
+    return calls.get("cuIpcOpenMemHandle", 0) - calls.get("cuIpcCloseMemHandle", 0)
+
+
+def test_a_worker_that_is_killed_comes_back_to_the_same_memory(broker: Broker, user: Child) -> None:
+    user.call("allocate", "r", "gpu")
+    user.call("allocate", "l", "legacy")
+    user.call("prepare", "add", {"INPUT0": "r", "INPUT1": "l"}, {"OUTPUT0": "r"}, [1, 4])
+    assert user.call("infer", {"INPUT0": 1, "INPUT1": 2}, "OUTPUT0") == [0, 3, 3, 3, 3]
+    os.kill(worker_of(broker, "gpu0/tensorrt")["pid"], 9)  # type: ignore[arg-type]
+    assert user.call("infer", {"INPUT0": 2, "INPUT1": 2}, "OUTPUT0") == [0, 4, 4, 4, 4]
+
+
+def test_a_run_that_loses_the_context_is_that_requests_error_and_the_worker_comes_back(
+    broker: Broker, user: Child
+) -> None:
+    restarts: int = worker_of(broker, "gpu0/tensorrt")["restarts"]  # type: ignore[assignment]
+    user.call("allocate", "r", "gpu")
+    user.call("prepare", "broken", {"INPUT0": "r", "INPUT1": "r"}, {"OUTPUT0": "r"}, [1, 4])
+    with pytest.raises(InferError) as raised:
+        user.call("infer", {"INPUT0": 1, "INPUT1": 2}, "OUTPUT0")
+    assert raised.value.code == "UNAVAILABLE"
+    assert worker_of(broker, "gpu0/tensorrt")["restarts"] == restarts + 2, "once more, alone"
+    user.call("prepare", "add", {"INPUT0": "r", "INPUT1": "r"}, {"OUTPUT0": "r"}, [1, 4])
+    assert user.call("infer", {"INPUT0": 1, "INPUT1": 2}, "OUTPUT0") == [0, 3, 3, 3, 3]
