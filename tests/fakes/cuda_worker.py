@@ -22,6 +22,7 @@ from shm.cuda.descriptor import CudaMemory
 from shm.errors import Code
 from shm.messages import TensorSpec
 from tests.doubles import tensorrt as double
+from tests.fakes import models
 from tests.fakes.broker import eventually
 from tests.fakes.channel import Pending
 from tests.fakes.cuda import CudaEnv
@@ -195,6 +196,14 @@ def doubled(
     (directory / "1" / "model.plan").write_bytes(plan)
     group = InstanceGroup(name=directory.name, kind="KIND_GPU", gpus=(0,))
     return config_of(directory, inputs, outputs, default_model_filename="model.plan", instance_group=(group,), **fields)
+
+
+def onnx_add1(directory: Path) -> ModelConfig:
+    """y = x + 1, FP32 of any size, by the real runtime on the CPU."""
+    (directory / "1").mkdir(parents=True)
+    (directory / "1" / "model.onnx").write_bytes(models.add1().SerializeToString())
+    tensor = TensorConfig(name="x", datatype="FP32", dims=(-1, -1), zero_copy=True, file_rank=2)
+    return config_of(directory, [tensor], [TensorConfig(name="y", datatype="FP32", dims=(-1, -1), file_rank=2)])
 
 
 def adder(directory: Path, most: int = 8, fault: str = "", **fields: Any) -> ModelConfig:

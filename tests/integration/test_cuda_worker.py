@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from broker.repository.config import InstanceGroup, ModelConfig, TensorConfig
+from broker.repository.config import InstanceGroup, TensorConfig
 from broker.repository.scheduling import DynamicBatching
 from broker.worker import messages
 from shm import statistics
 from shm.errors import Code, InferError
 from tests.doubles import tensorrt as double
-from tests.fakes import models
 from tests.fakes.broker import eventually
 from tests.fakes.cuda import CudaEnv
 from tests.fakes.cuda_children import Child
@@ -35,6 +34,7 @@ from tests.fakes.cuda_worker import (  # noqa: F401 (fixtures)
     doubled,
     fill,
     gpu,
+    onnx_add1,
     result,
     rows,
 )
@@ -46,55 +46,6 @@ def grown(env: CudaEnv, worker: LoneWorker, before: dict[str, int]) -> dict[str,
     """How often each function was called since then; without those that were not."""
     now = env.calls(worker.pid)
     return {name: calls - before.get(name, 0) for name, calls in now.items() if calls != before.get(name)}
-
-
-# --- models on the CPU ----------------------------------------------------------------------------------------------
-
-
-def onnx_add1(directory: Path) -> ModelConfig:
-    (directory / "1").mkdir(parents=True)
-    (directory / "1" / "model.onnx").write_bytes(models.add1().SerializeToString())
-    tensor = TensorConfig(name="x", datatype="FP32", dims=(-1, -1), zero_copy=True, file_rank=2)
-    return config_of(directory, [tensor], [TensorConfig(name="y", datatype="FP32", dims=(-1, -1), file_rank=2)])
-
-
-def test_a_worker_on_the_cpu_loads_no_driver_before_it_is_asked_for(cuda_env: CudaEnv, application: Child) -> None:
-    with LoneWorker(environ=cuda_env.environ) as worker, Caller(worker):
-        assert not loads_driver(worker)
-        GpuMemory(worker, application)
-        assert loads_driver(worker)
-
-
-def loads_driver(worker: LoneWorker) -> bool:
-    return "libcuda" in Path(f"/proc/{worker.pid}/maps").read_text()
-
-
-@pytest.mark.parametrize("backend", ["identity", "onnxruntime"])
-def test_models_on_the_cpu_get_copies_of_gpu_memory(
-    tmp_path: Path, cpu: LoneWorker, application: Child, backend: str
-) -> None:
-    config = onnx_add1(tmp_path)
-    name, other = "x", "y"
-    if backend == "identity":
-        name, other = "INPUT0", "OUTPUT0"
-        tensors = [TensorConfig(name=name, datatype="FP32", dims=(-1, -1), zero_copy=True)]
-        config = config_of(tmp_path, tensors, [TensorConfig(name=other, datatype="FP32", dims=(-1, -1))])
-    config = replace(config, backend=backend)
-    block = cpu.load(config)
-    with Caller(cpu) as caller:
-        caller.attach()
-        memory = GpuMemory(cpu, application)
-        plan = caller.plan(config, [(memory, spec(name, (2, 4)))], [(memory, spec(other, (2, 4), offset=1024))])
-        for value in (1.0, 2.0):
-            memory.put(0, rows(2, value))
-            assert caller.infer(plan).copied == 2 * 2 * ROW
-            assert (memory.get(1024, (2, 4)) == value + (backend != "identity")).all()
-        assert (memory.get(1024 + 2 * ROW, (4,)) != value).all(), "and no byte beyond"
-        assert copied(block) == {"transfer": 4 * 2 * ROW}
-        mixed = caller.plan(config, [(caller.memory, spec(name, (2, 4)))], [(memory, spec(other, (2, 4), offset=2048))])
-        caller.memory.put(0, rows(2, 5))
-        assert caller.infer(mixed).copied == 2 * ROW
-        assert (memory.get(2048, (2, 4)) == 5 + (backend != "identity")).all()
 
 
 # --- models on a GPU ------------------------------------------------------------------------------------------------

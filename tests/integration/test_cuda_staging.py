@@ -1,0 +1,150 @@
+"""Models on the CPU and clients' GPU memory, which they get copies of: simulated; not run on hardware.
+
+A real worker, an application of its own with GPU memory, and the driver of --cuda.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from broker.repository.config import TensorConfig
+from broker.repository.scheduling import Control, DynamicBatching, SequenceBatching
+from shm import datatypes, statistics
+from shm.errors import Code
+from shm.layout import SEQUENCE_START
+from tests.fakes.cuda import CudaEnv
+from tests.fakes.cuda_children import Child
+from tests.fakes.cuda_worker import (  # noqa: F401 (fixtures)
+    ROW,
+    Asked,
+    Caller,
+    GpuMemory,
+    X,
+    Z,
+    application,
+    config_of,
+    copied,
+    cpu,
+    fill,
+    onnx_add1,
+    result,
+    rows,
+)
+from tests.fakes.loaded import shapes_of, spec
+from tests.fakes.lone_worker import LoneWorker
+
+
+def test_a_worker_on_the_cpu_loads_no_driver_before_it_is_asked_for(cuda_env: CudaEnv, application: Child) -> None:
+    with LoneWorker(environ=cuda_env.environ) as worker, Caller(worker):
+        assert not loads_driver(worker)
+        GpuMemory(worker, application)
+        assert loads_driver(worker)
+
+
+def loads_driver(worker: LoneWorker) -> bool:
+    return "libcuda" in Path(f"/proc/{worker.pid}/maps").read_text()
+
+
+@pytest.mark.parametrize("backend", ["identity", "onnxruntime"])
+def test_models_on_the_cpu_get_copies_of_gpu_memory(
+    tmp_path: Path, cpu: LoneWorker, application: Child, backend: str
+) -> None:
+    config = onnx_add1(tmp_path)
+    name, other = "x", "y"
+    if backend == "identity":
+        name, other = "INPUT0", "OUTPUT0"
+        tensors = [TensorConfig(name=name, datatype="FP32", dims=(-1, -1), zero_copy=True)]
+        config = config_of(tmp_path, tensors, [TensorConfig(name=other, datatype="FP32", dims=(-1, -1))])
+    config = replace(config, backend=backend)
+    block = cpu.load(config)
+    with Caller(cpu) as caller:
+        caller.attach()
+        memory = GpuMemory(cpu, application)
+        plan = caller.plan(config, [(memory, spec(name, (2, 4)))], [(memory, spec(other, (2, 4), offset=1024))])
+        for value in (1.0, 2.0):
+            memory.put(0, rows(2, value))
+            assert caller.infer(plan).copied == 2 * 2 * ROW
+            assert (memory.get(1024, (2, 4)) == value + (backend != "identity")).all()
+        assert (memory.get(1024 + 2 * ROW, (4,)) != value).all(), "and no byte beyond"
+        assert copied(block) == {"transfer": 4 * 2 * ROW}
+        mixed = caller.plan(config, [(caller.memory, spec(name, (2, 4)))], [(memory, spec(other, (2, 4), offset=2048))])
+        caller.memory.put(0, rows(2, 5))
+        assert caller.infer(mixed).copied == 2 * ROW
+        assert (memory.get(2048, (2, 4)) == 5 + (backend != "identity")).all()
+
+
+def test_batches_on_the_cpu_of_gpu_and_host_memory(tmp_path: Path, cpu: LoneWorker, application: Child) -> None:
+    batching = DynamicBatching(preferred_batch_size=(4,), max_queue_delay_microseconds=20_000_000)
+    tensors = [TensorConfig(name=name, datatype="FP32", dims=(4,)) for name in ("INPUT0", "OUTPUT0")]
+    config = config_of(
+        tmp_path, tensors[:1], tensors[1:], backend="identity", max_batch_size=4, dynamic_batching=batching
+    )
+    block = cpu.load(config)
+    with Caller(cpu) as caller:
+        caller.attach()
+        memories = [GpuMemory(cpu, application), caller.memory]
+        pending = []
+        for at, memory in enumerate(memories):
+            inputs = [(memory, spec("INPUT0", (1, 4), **X))]
+            plan = caller.plan(config, inputs, [(memory, spec("OUTPUT0", (1, 4), **Z))], positions=2, rows=1)
+            for position in range(2):
+                fill(memory, position, 10 * at + position, 0)
+                pending.append(caller.submit(plan, position))
+        for each in pending:
+            caller.wait(each)
+            assert (each.code, each.text) == (Code.OK, "")
+        assert [result(memory, position)[0] for memory in memories for position in range(2)] == [0, 1, 10, 11]
+        assert block[statistics.EXECUTIONS] == 1
+        assert copied(block) == {"gather": 4 * ROW, "scatter": 4 * ROW, "transfer": 4 * ROW}
+
+
+def test_strings_may_lie_in_gpu_memory(tmp_path: Path, cpu: LoneWorker, application: Child) -> None:
+    tensors = [TensorConfig(name=name, datatype="BYTES", dims=(-1,)) for name in ("INPUT0", "OUTPUT0")]
+    config = config_of(tmp_path, tensors[:1], tensors[1:], backend="identity")
+    cpu.load(config)
+    words = datatypes.encode_bytes(np.array([b"one", b"three"], object))
+    with Caller(cpu) as caller:
+        memory = GpuMemory(cpu, application)
+        memory.put(0, np.frombuffer(words, np.uint8))
+        memory.put(1024, np.full(64, 7, np.uint8))
+        places = (
+            spec("INPUT0", (2,), "BYTES", byte_size=len(words)),
+            spec("OUTPUT0", (2,), "BYTES", offset=1024, byte_size=64),
+        )
+        plan = caller.attach().plan(config, [(memory, places[0])], [(memory, places[1])])
+        assert shapes_of(caller.infer(plan))[0] == (2,)
+        assert memory.get(1024, (64,), "UINT8").tobytes() == words + bytes([7]) * (64 - len(words))
+
+
+def test_sequences_step_on_gpu_memory(tmp_path: Path, cpu: LoneWorker, application: Child) -> None:
+    """A model whose batches are put together in its own memory: sums of a sequence, slot by slot."""
+    controls = tuple(
+        Control(name=name, kind=f"CONTROL_SEQUENCE_{name}", datatype="INT32", off=0, on=1)
+        for name in ("START", "READY")
+    )
+    tensors = [TensorConfig(name=name, datatype="INT32", dims=(1,)) for name in ("INPUT", "OUTPUT")]
+    config = config_of(
+        tmp_path,
+        tensors[:1],
+        tensors[1:],
+        backend="sequence",
+        max_batch_size=2,
+        sequence_batching=SequenceBatching(max_sequence_idle_microseconds=60_000_000, control_input=controls),
+    )
+    cpu.load(config)
+    with Caller(cpu) as caller:
+        memory = GpuMemory(cpu, application)
+        inputs = [(memory, spec("INPUT", (1, 1), "INT32"))]
+        plan = caller.attach().plan(config, inputs, [(memory, spec("OUTPUT", (1, 1), "INT32", offset=1024))], rows=1)
+        sums = []
+        for step in range(1, 4):
+            memory.put(0, np.array([step], np.int32))
+            pending = Asked()
+            assert caller.client.submit(pending, plan, 0, 0, 0, 0, 0, 0, SEQUENCE_START if step == 1 else 0, 9)
+            assert caller.wait(pending).code is Code.OK, pending.text
+            sums.append(int(memory.get(1024, (1,), "INT32")[0]))
+        assert sums == [1, 3, 6]
