@@ -29,6 +29,17 @@ input [ { name: "INPUT0" data_type: TYPE_FP32 dims: [ 4 ] }, { name: "INPUT1" da
 output [ { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 4 ] } ]
 instance_group [ { kind: KIND_GPU gpus: 0 } ]
 """
+PIPE = """platform: "ensemble" max_batch_size: 4
+input [ { name: "IN" data_type: TYPE_FP32 dims: [ 4 ] } ]
+output [ { name: "OUT" data_type: TYPE_FP32 dims: [ 4 ] } ]
+ensemble_scheduling { step [
+  { model_name: "on_cpu" model_version: -1
+    input_map { key: "INPUT0" value: "IN" } output_map { key: "OUTPUT0" value: "MID" } },
+  { model_name: "add" model_version: -1
+    input_map { key: "INPUT0" value: "MID" } input_map { key: "INPUT1" value: "IN" }
+    output_map { key: "OUTPUT0" value: "OUT" } }
+] }
+"""
 PROFILE = [[1, 4], [4, 4], [8, 4]]
 PLAN = (
     [double.tensor(f"INPUT{at}", [-1, 4], profiles=[PROFILE]) for at in range(2)],
@@ -46,6 +57,7 @@ def broker(cuda_sim: CudaEnv, tmp_path_factory: pytest.TempPathFactory) -> Itera
         models.write_model(repository, name, config=ADDER)
         (repository / name / "backend.py").write_text(BACKEND)
         (repository / name / "1" / "model.plan").write_bytes(double.plan("add", *PLAN, fault=fault))
+    models.write_model(repository, "pipe", config=PIPE)
     (directory / "run").mkdir()
     with Broker(
         repository,
@@ -88,6 +100,17 @@ def test_models_that_run_on_the_cpu_get_copies(user: Child, model: str) -> None:
         user.call("prepare", model, {"INPUT0": region}, {"OUTPUT0": out}, [1, 4])
         # 32 by the model itself: what it reads is copied by policy, and its outputs are the runtime's.
         assert user.call("infer", {"INPUT0": 5}, "OUTPUT0") == [32 + copied, 5, 5, 5, 5]
+
+
+def test_a_member_of_an_ensemble_may_be_on_a_gpu(user: Child) -> None:
+    user.call("allocate", "h", "host")
+    user.call("prepare", "pipe", {"IN": "h"}, {"OUT": "h"}, [1, 4])
+    for value in (1, 2, 3):
+        assert user.call("infer", {"IN": value}, "OUT")[1:] == [2 * value] * 4
+    user.call("allocate", "g", "gpu")
+    user.call("prepare", "pipe", {"IN": "h"}, {"OUT": "g"}, [1, 4])
+    with pytest.raises(InferError, match="ensemble 'pipe' cannot use GPU memory: use create_region"):
+        user.call("infer", {"IN": 1}, "OUT")
 
 
 def test_a_region_that_is_unregistered_is_closed_everywhere(broker: Broker, user: Child, cuda_sim: CudaEnv) -> None:
