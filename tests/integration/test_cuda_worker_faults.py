@@ -92,3 +92,24 @@ def test_an_engine_that_fails_is_that_requests_error(tmp_path: Path, gpu: LoneWo
             code, text = caller.refused(plan)
             assert code is Code.INTERNAL
             assert text.startswith("TensorRT failed to run the model: IExecutionContext::enqueueV3")
+
+
+def test_memory_that_its_client_freed_and_allocated_anew(tmp_path: Path, cuda_sim: CudaEnv, gpu: LoneWorker) -> None:
+    """Without unregistering it first: the old region is lost, the new one at the same address works."""
+    config = adder(tmp_path)
+    gpu.load(config)
+    with Caller(gpu) as caller, Child(cuda_sim, "tests.fakes.cuda_worker:Client") as application:
+        old = GpuMemory(gpu, application)
+        plan = add_plan(caller.attach(), config, old)
+        fill(old, 0, 1, 2)
+        caller.infer(plan)
+        application.call("free", old.number)
+        new = GpuMemory(gpu, application)
+        again = add_plan(caller, config, new)
+        fill(new, 0, 3, 4)
+        caller.infer(again)
+        assert result(new) == [7.0] * 4
+        code, text = caller.refused(plan)
+        assert code is Code.NOT_FOUND
+        assert "its GPU memory was freed by its client, or unregistered; register it again" in text
+        assert gpu.word(statistics.GPU_EVICTIONS) >= 1
