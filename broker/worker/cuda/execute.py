@@ -1,9 +1,9 @@
 """Runs batches that have to do with GPUs: models on a GPU, and models on the CPU whose clients' memory is on one.
 
-`broker.worker.execute.run_batch` hands them over (`LoadedModel.runner`). What is a run's own is in two halves:
+`broker.worker.execute.run_batch` hands them over (`LoadedModel.runner`). There are two ways:
 
     a model on a GPU        `gpu_runs`: in place, or rows gathered on the GPU, which for host memory is the copy there
-    everything else         regions are mirrored on the host: copied in, run as ever, copied out (`_Staged`)
+    everything else         regions are mirrored on the host: copied in, run as ever, copied out (`_run_staged`)
 
 A completion is published after this returns, so after the GPU has done everything.
 """
@@ -185,7 +185,7 @@ def _plain(instance: Instance, requests: Sequence[Request]) -> bool:
     if model.assembly is not None or model.streams is not None or model.cached is not None:
         return False
     return not any(
-        tensor.datatype == "BYTES"
+        tensor.datatype == datatypes.BYTES
         for request in requests
         for tensor in (*_plan(request).inputs, *_plan(request).outputs)
     )

@@ -85,7 +85,7 @@ class Places:
 
     def __init__(self, lane: Lane, scratch: Scratch) -> None:
         self._lane, self._scratch = lane, scratch
-        self._kept: list[DeviceBuffer] = []
+        self._kept: dict[tuple[str, str], DeviceBuffer] = {}
         self._before: list[tuple[int, Bytes]] = []
         self._after: list[tuple[Bytes, int]] = []
         self._moves_in: list[tuple[int, OnGpu]] = []
@@ -145,8 +145,7 @@ class Places:
             self._lane.copy(place.pointer, pointer, place.size)
 
     def _buffer(self, side: str, name: str, byte_size: int) -> int:
-        buffer = self._scratch.get(side, name, byte_size)
-        self._kept.append(buffer)
+        buffer = self._kept[side, name] = self._scratch.get(side, name, byte_size)
         return buffer.pointer
 
 
