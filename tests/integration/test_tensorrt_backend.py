@@ -264,6 +264,8 @@ def check_plans_that_do_not_fit_the_configuration() -> None:
     text = "Two wide channel vectorized row major FP16 format"
     refused(f"has the format '{text}'", lambda: served(tensors(format=text)))
     refused("Channel major", lambda: served(tensors(format="Channel major FP16 format where C % 8 == 0")))
+    refused("'INPUT0' of /", lambda: served(tensors(host=True)))
+    refused("is a shape tensor, which is one for all of a batch", lambda: served(tensors(host=True)))
     served(tensors(dtype="BF16"), datatype="BF16")
     refused(
         "unable to create TensorRT engine: IRuntime::deserializeCudaEngine: Error Code 1: magic tag mismatch. /",

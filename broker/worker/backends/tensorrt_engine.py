@@ -173,13 +173,17 @@ def _check_tensor(config: ModelConfig, given: TensorConfig, engine: IoTensor, wh
 
 
 def _check_batch(tensors: dict[str, IoTensor], config: ModelConfig, path: str) -> None:
-    """Some profile must have the largest batch."""
+    """Some profile must have the largest batch; what decides shapes must be the same for all of a batch."""
     if config.max_batch_size < 1:
         return
+    for shape in (tensor.name for tensor in tensors.values() if tensor.host):
+        raise _wrong(
+            config,
+            f"'{shape}' of {path} is a shape tensor, which is one for all of a batch and not a row of each request: "
+            "max_batch_size: 0",
+        )
     for tensor in config.input:
         engine = tensors[tensor.name]
-        if engine.host or tensor.is_shape_tensor:
-            continue
         most = max((high[0] for _, high in engine.ranges), default=config.max_batch_size)
         if most < config.max_batch_size:
             raise _wrong(
