@@ -47,6 +47,14 @@ HEAVY = {
     "torch": (),
     "multiprocessing": (),
 }
+# Deadlines, pauses and ages are of the monotonic clock: the other one jumps. Who reads that one, and what it is for.
+WALL_CLOCK = {
+    "broker.logs": "the date of a line",
+    "broker.worker.model": "when a model was last used, in its statistics",
+    "broker.worker.answers": "the same, of answers from the cache",
+    "broker.settings": "which trace files are of this broker's life, by their own dates",
+}
+WALL_CLOCK_CALLS = {"time", "time_ns", "localtime", "gmtime", "ctime", "strftime", "clock_gettime", "clock_gettime_ns"}
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "marshal", "dill", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec"}
 
@@ -133,3 +141,18 @@ def test_cuda_is_imported_when_it_is_used(path: pathlib.Path) -> None:
 def test_every_module_says_what_it_is() -> None:
     silent = [module_name(path) for path in FILES if not ast.get_docstring(ast.parse(path.read_text()))]
     assert not silent
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_time_is_monotonic(path: pathlib.Path) -> None:
+    """[F-08] a clock that is set by an hour, or stepped by NTP, changes no deadline."""
+    names = set(imports(ast.parse(path.read_text())))
+    found = [name for name in names if name == "datetime" or name.startswith("datetime.")]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "time":
+            found += [name.name for name in node.names if name.name in WALL_CLOCK_CALLS]
+        # `loop.time()` is the event loop's, which is monotonic
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "time":
+            found += [node.attr] if node.attr in WALL_CLOCK_CALLS or node.attr == "CLOCK_REALTIME" else []
+    allowed = module_name(path) in WALL_CLOCK
+    assert bool(found) == allowed, found or f"{module_name(path)} reads no wall clock: take it off the list"
