@@ -32,6 +32,12 @@ def parameter(name: str, value: str) -> str:
         ("retry", "maybe", "parameter retry 'maybe' must be one of: true, 1, yes, false, 0, no"),
         ("worker_group", "a b", "parameter worker_group 'a b' must have 1 to 64 letters, digits, _ . -"),
         ("drop_oldest", "often", "parameter drop_oldest 'often' must be true or false"),
+        ("gpu_mem_limit", "2GB", "model parameter 'gpu_mem_limit' must be a number of bytes, got '2GB'"),
+        (
+            "cudnn_conv_algo_search",
+            "3",
+            "model parameter 'cudnn_conv_algo_search' must be one of 0 (EXHAUSTIVE), 1 (HEURISTIC), 2 (DEFAULT), got '3'",
+        ),
     ],
 )
 def test_values_that_a_parameter_cannot_have(tmp_path, name, value, says):
@@ -49,6 +55,8 @@ def test_values_that_parameters_may_have(tmp_path):
         "retry": "NO",
         "worker_group": "a.b-c",
         "drop_oldest": "True",
+        "arena_extend_strategy": "kSameAsRequested",
+        "cudnn_conv_algo_search": "2",
         "of_nobody": "anything",
     }
     config = config_of(tmp_path, models.add1(), "".join(parameter(*each) for each in allowed.items()))
@@ -64,6 +72,7 @@ def test_values_that_parameters_may_have(tmp_path):
         ("intra_op_threads_count", "intra_op_thread_count"),
         ("worker_goup", "worker_group"),
         ("zero_copy", "zero_copy_inputs"),
+        ("gpu_memory_limit", "gpu_mem_limit"),
         ("Drop_Oldest", "drop_oldest"),
     ],
 )

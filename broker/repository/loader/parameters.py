@@ -64,6 +64,32 @@ def _switch(name: str) -> Callable[[str], str]:
     return rule
 
 
+def _bytes(name: str) -> Callable[[str], str]:
+    def rule(text: str) -> str:
+        is_one = text.isascii() and text.isdigit()
+        return "" if is_one else f"model parameter '{name}' must be a number of bytes, got '{text}'"
+
+    return rule
+
+
+def _one_of(name: str, *words: str) -> Callable[[str], str]:
+    """By its word, or by the word's number, as Triton has it."""
+
+    def rule(text: str) -> str:
+        known = ", ".join(f"{number} ({word})" for number, word in enumerate(words))
+        is_one = text in words or text in map(str, range(len(words)))
+        return "" if is_one else f"model parameter '{name}' must be one of {known}, got '{text}'"
+
+    return rule
+
+
+def _yes_or_no(name: str) -> Callable[[str], str]:
+    def rule(text: str) -> str:
+        return "" if text.lower() in YES_NO else f"model parameter '{name}' must be true or false, got '{text}'"
+
+    return rule
+
+
 _RULES: dict[str, Callable[[str], str]] = {
     "worker_group": _worker_group,
     "retry": _retry,
@@ -74,12 +100,18 @@ _RULES: dict[str, Callable[[str], str]] = {
 _ONNXRUNTIME: dict[str, Callable[[str], str]] = {
     **{name: _threads(name) for name in ("intra_op_thread_count", "inter_op_thread_count")},
     **{name: _switch(name) for name in ("allow_spinning", "execution_mode", "enable_mem_arena", "enable_mem_pattern")},
+    "gpu_mem_limit": _bytes("gpu_mem_limit"),
+    "cudnn_conv_algo_search": _one_of("cudnn_conv_algo_search", "EXHAUSTIVE", "HEURISTIC", "DEFAULT"),
+    "arena_extend_strategy": _one_of("arena_extend_strategy", "kNextPowerOfTwo", "kSameAsRequested"),
+    "do_copy_in_default_stream": _switch("do_copy_in_default_stream"),
 }
+_TENSORRT: dict[str, Callable[[str], str]] = {"engine_host_code_allowed": _yes_or_no("engine_host_code_allowed")}
+_OF_BACKEND = {"onnxruntime": _ONNXRUNTIME, "tensorrt": _TENSORRT}
 
 
 def check_parameters(config: model_config_pb2.ModelConfig) -> list[str]:
     """A note for every name that looks like one of ours. Raises ModelError for a value that one cannot have."""
-    rules = {**_RULES, **(_ONNXRUNTIME if config.backend == "onnxruntime" else {})}
+    rules = {**_RULES, **_OF_BACKEND.get(config.backend, {})}
     notes = []
     for name, parameter in sorted(config.parameters.items()):
         if name in rules:
