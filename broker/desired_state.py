@@ -15,7 +15,7 @@ from typing import Any, TypeVar, final
 
 from broker.supervision import Load, LoadDeaths
 from broker.worker.messages import UNLOADED, AddRegion, LinkMessage, LoadInstances, UnloadModel
-from broker.worker_process import ProcessDied, WorkerProcess
+from broker.worker_process import Lacking, ProcessDied, WorkerProcess
 from shm.errors import Code, InferError
 
 ANSWER_S = 30.0  # for a worker, or its replacement, to acknowledge
@@ -226,19 +226,25 @@ class DesiredState:
     async def _bring_all(self, table: dict[K, Wanted], keys: list[K], width: int) -> None:
         process = self.process
         assert process is not None
+        lacking = ""
         for at in range(0, len(keys), max(1, width)):
             batch = [table[key] for key in keys[at : at + width] if key in table]
             answers: list[Any] = await asyncio.gather(
                 *(self._replay(process, wanted) for wanted in batch), return_exceptions=True
             )
             for wanted, answer in zip(batch, answers, strict=True):
-                if isinstance(answer, InferError):
+                if isinstance(answer, Lacking) and _was_loaded(wanted):
+                    lacking = answer.message
+                elif isinstance(answer, InferError):
                     if wanted.done:  # else whoever asked for it still waits, and is told
                         self._on_lost(wanted.message, answer.message)
                 elif isinstance(answer, BaseException):
                     raise answer
         for key in [key for key in keys if key in table and table[key].error is not None]:
             self.abandon(table, key, None)
+        if lacking:  # its models are not lost: a process that starts later, when this has passed, can have them
+            process.kill(f"cannot take up its work: {lacking}")
+            raise ProcessDied
 
     async def _replay(self, process: WorkerProcess, wanted: Wanted) -> None:
         """`_send`, unless it was taken back meanwhile: its descriptors may be closed, or be others by now."""
@@ -255,7 +261,8 @@ class DesiredState:
             else:
                 await process.request(message, wanted.descriptors)
         except InferError as error:
-            wanted.error = error
+            if not (isinstance(error, Lacking) and _was_loaded(wanted)):
+                wanted.error = error
             raise
         wanted.done = process.life
 
@@ -273,6 +280,11 @@ class DesiredState:
     def _no_answer(self, message: LinkMessage, limit_s: float) -> InferError:
         what = f"the worker did not answer {type(message).__name__} within {limit_s:g} s"
         return InferError(Code.UNAVAILABLE, f"{what} ({self._describe()})")
+
+
+def _was_loaded(wanted: Wanted) -> bool:
+    """Is it a model that an earlier process had?"""
+    return isinstance(wanted.message, LoadInstances) and wanted.done > 0
 
 
 def supersedes(newer: Load, older: Load) -> bool:

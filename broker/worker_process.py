@@ -48,6 +48,10 @@ class ProcessDied(Exception):
     """The worker process ended before it answered."""
 
 
+class Lacking(InferError):
+    """The process refused for want of descriptors or threads: another one, later, may be able to."""
+
+
 class Exit(NamedTuple):
     """How a process ended: `signal` is 0 unless one killed it."""
 
@@ -248,7 +252,8 @@ class WorkerProcess:
                 if isinstance(message, Acknowledged):
                     answer.set_result(message.detail)
                 else:
-                    answer.set_exception(InferError(message.code, message.message))
+                    kind = Lacking if message.lacking else InferError
+                    answer.set_exception(kind(message.code, message.message))
 
     def _exited(self) -> None:
         self._loop.remove_reader(self.pidfd)

@@ -107,7 +107,7 @@ class Control:
         except InferError as error:
             self._refuse(message.id, error)
         except Exception as error:
-            if not _full(error):
+            if not link.is_lacking(error):
                 traceback.print_exc()
             self._refuse(message.id, error)
         else:
@@ -120,12 +120,7 @@ class Control:
         self._link.send(messages.Acknowledged(id=number, detail=detail))
 
     def _refuse(self, number: int, error: BaseException) -> None:
-        code, text = "INTERNAL", f"{type(error).__name__}: {error}"
-        if isinstance(error, InferError):
-            code, text = error.code, error.message
-        elif _full(error):
-            code, text = "UNAVAILABLE", link.no_descriptors()
-        self._link.send(messages.Refused(id=number, code=code, message=text))
+        self._link.send(link.refusal(number, error))
 
     def _when(self, ready: Callable[[], bool], then: Callable[[], None]) -> None:
         """Do `then` once `ready`, looked at every few milliseconds."""
@@ -153,7 +148,7 @@ class Control:
             self._in_thread(message, lambda: self._load(message, blocks))
         except RuntimeError as error:
             self._models.end(load)
-            raise InferError(Code.UNAVAILABLE, f"there is no thread to load it in: {error}") from error
+            raise BlockingIOError(errno.EAGAIN, f"there is no thread to load it in: {error}") from error
         return False
 
     def _load(self, message: messages.LoadInstances, blocks: Sequence[memoryview]) -> None:
@@ -393,8 +388,3 @@ def _device_of(worker: str) -> str:
     except InferError as error:
         print(error.message, file=sys.stderr, flush=True)
         os._exit(NO_GPU)
-
-
-def _full(error: BaseException) -> bool:
-    """Has this process, or the machine, no descriptor left?"""
-    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import select
@@ -11,6 +12,7 @@ from typing import final
 
 from broker.worker.messages import LinkMessage, Refused, ToWorker, decode_to_worker, encode
 from shm import sockets
+from shm.errors import InferError
 
 SEND_MS = 10_000
 
@@ -62,6 +64,21 @@ class Link:
                 os._exit(0)
             data, fds = received
             return decode_to_worker(data), fds
+
+
+def is_lacking(error: BaseException) -> bool:
+    """Has this process, or the machine, no descriptor or no thread left, which passes?"""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN)
+
+
+def refusal(number: int, error: BaseException) -> Refused:
+    """The answer to request `number`, which ended in `error`."""
+    code, text, lacking = "INTERNAL", f"{type(error).__name__}: {error}", is_lacking(error)
+    if isinstance(error, InferError):
+        code, text = error.code, error.message
+    elif lacking and isinstance(error, OSError):
+        code, text = "UNAVAILABLE", str(error.strerror) if error.errno == errno.EAGAIN else no_descriptors()
+    return Refused(id=number, code=code, message=text, lacking=lacking)
 
 
 def no_descriptors() -> str:

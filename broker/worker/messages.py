@@ -186,8 +186,11 @@ class Acknowledged(LinkMessage, frozen=True, kw_only=True, tag=True):
 
 
 class Refused(LinkMessage, frozen=True, kw_only=True, tag=True):
+    """`lacking`: for want of descriptors or threads; another process, or this one later, may be able to."""
+
     code: str
     message: str
+    lacking: bool = False
 
 
 class RegionIdle(LinkMessage, frozen=True, kw_only=True, tag=True):
