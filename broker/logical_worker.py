@@ -22,7 +22,7 @@ from broker.records import ChannelRecord, RegionEntry, add_region
 from broker.region_uses import RegionUses
 from broker.repository.config import ModelConfig
 from broker.statistics_blocks import StatisticsBlocks
-from broker.supervision import REFUSAL_NS, BackOff, Load, LoadDeaths, Offenders, Pulse
+from broker.supervision import BackOff, Load, LoadDeaths, Pulse
 from broker.worker.messages import (
     USED,
     AskRegion,
@@ -66,6 +66,9 @@ class Owner(Protocol):
     def first_message(self, worker: str, block: int) -> Start:
         """What a new process of `worker` is told before anything else."""
 
+    def blame(self, session: int, model: str, now_ns: int, dead: Worker | None = None) -> None:
+        """A request of `session` was alone when its worker's process died for the second time; `dead`: just now."""
+
     def quarantine(self, region: int, generation: int) -> None:
         """This region was truncated: no worker may map it again."""
 
@@ -84,7 +87,6 @@ class Worker:
         "_given_up",
         "_kill_next",
         "_life",
-        "_offenders",
         "_owner",
         "_pulse",
         "_records",
@@ -118,7 +120,6 @@ class Worker:
         self._pulse = Pulse(owner.ping_every_s, owner.ping_limit_s, 0)
         self._was_ready = False
         self._back_off = BackOff()
-        self._offenders = Offenders()
         self._given_up: Load | None = None
         self._kill_next = False
         self._task: asyncio.Task[None] | None = None
@@ -208,6 +209,17 @@ class Worker:
         """Returns when the worker is idle on it; then its descriptors may be closed."""
         self._records.pop(channel, None)
         await self._state.forget(self._state.channels, channel, DetachChannel(channel=channel))
+
+    def refuse(self, session: int, model: str, until_ns: int, *, tell: bool) -> None:
+        """Requests of `session` for `model` end as refused until then (CLOCK_MONOTONIC). `tell` the process, too."""
+        process = self._state.process if tell else None
+        for wanted in self._state.plans.values():
+            message = wanted.message
+            if isinstance(message, BindPlan) and (message.session, message.model) == (session, model):
+                wanted.message = replace(message, refused_until_ns=until_ns)
+                if process is not None and wanted.done == process.life:
+                    with contextlib.suppress(ProcessDied):
+                        process.post(wanted.message)
 
     def quarantine(self, region: int, generation: int) -> None:
         """No process gets this region any more."""
@@ -313,28 +325,10 @@ class Worker:
         plans = None if self._kill_next else self._owner.plans
         if plans is not None:
             for session, model in bury(self._records.values(), plans, now_ns):
-                self._blame(session, model, now_ns)
+                self._owner.blame(session, model, now_ns, self)
         self._owner.blocks.abandon(tuple(self.instances))
         self._was_ready |= bool(self._state.loading)  # there is a limit to deaths of loads: no need to wait in between
         self._given_up = self._state.deaths.died(self._state.loading)
-
-    def _blame(self, session: int, model: str, now_ns: int, alive: WorkerProcess | None = None) -> None:
-        """A request ended a process for the second time: this one, or another worker's (`alive`: this one then)."""
-        plans = self._owner.plans
-        if plans is None or not plans.is_one_client(session):
-            return
-        if self._offenders.ending(session, model, now_ns):
-            self._refuse(plans, session, model, now_ns + REFUSAL_NS, alive)
-
-    def _refuse(self, plans: PlanBook, session: int, model: str, until_ns: int, alive: WorkerProcess | None) -> None:
-        _log.error("session %d killed worker '%s' twice with model '%s': refused for 60 s", session, self.key, model)
-        plans.refuse(session, model, until_ns)
-        for wanted in self._state.plans.values():
-            message = wanted.message
-            if isinstance(message, BindPlan) and (message.session, message.model) == (session, model):
-                wanted.message = replace(message, refused_until_ns=until_ns)
-                if alive is not None:
-                    alive.post(wanted.message)
 
     async def _after_death(self, pid: int, ended: Exit) -> None:
         self.last_death = ended.text
@@ -388,7 +382,7 @@ class Worker:
         elif isinstance(message, ChannelBroken):
             self._owner.on_channel_broken(message.channel, message.reason)
         elif isinstance(message, Offence):
-            self._blame(message.session, message.model, time.monotonic_ns(), self._state.process)
+            self._owner.blame(message.session, message.model, time.monotonic_ns())
         elif self._state.process is not None:
             self._owner.on_session_wanted(self._state.process)
 

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, final
 
+from msgspec.structs import replace
+
 from broker.cuda_regions import nearest
 from broker.ensemble_members import retryable
 from broker.plan_check import check
@@ -123,7 +125,6 @@ class Plans:
             rows=checked.rows,
             interface=config.interface,
             follow_latest=not request.version,
-            refused_until_ns=self.refused_until_ns(session, request.model),
             retryable=retry and retryable(self._models, config),
             owner=owner,
             step=step,
@@ -168,7 +169,8 @@ class Plans:
     async def _bind(self, plan: _Plan, worker: PlanWorker) -> None:
         plan.workers[worker.key] = worker  # before it is asked: what ends the plan meanwhile must end it there, too
         await self._registry.map_at(worker, plan.regions)
-        await worker.bind_plan(plan.message)
+        refused = self.refused_until_ns(plan.message.session, plan.message.model)
+        await worker.bind_plan(replace(plan.message, refused_until_ns=refused))
 
     def release(self, session: int, index: int, generation: int) -> None:
         """Forget a plan. Raises NOT_FOUND for one that this session does not have."""

@@ -19,7 +19,15 @@ from broker.logical_worker import Worker
 from broker.repository.placement import gpu_of
 from broker.repository.scheduling import Allowance
 from broker.statistics_blocks import StatisticsBlocks
-from broker.supervision import PING_EVERY_S, PING_LIMIT_S, HangWatch, Running, hang_limit_s
+from broker.supervision import (
+    PING_EVERY_S,
+    PING_LIMIT_S,
+    REFUSAL_NS,
+    HangWatch,
+    Offenders,
+    Running,
+    hang_limit_s,
+)
 from broker.worker.messages import Start
 from broker.worker_process import WorkerProcess
 from broker.zygote_link import Zygote
@@ -51,6 +59,7 @@ class Workers:
 
     __slots__ = (
         "_hangs",
+        "_offenders",
         "_stopping",
         "_watch",
         "_workers",
@@ -102,6 +111,7 @@ class Workers:
         self._zygote = Zygote(entry)
         self._workers: dict[str, Worker] = {}
         self._hangs = HangWatch()
+        self._offenders = Offenders()
         self._watch: asyncio.Task[None] | None = None
         self._stopping = False
 
@@ -150,6 +160,16 @@ class Workers:
     def zygote_pid(self) -> int | None:
         """For the status page; None while there is none."""
         return self._zygote.pid
+
+    def blame(self, session: int, model: str, now_ns: int, dead: Worker | None = None) -> None:
+        """A request was alone when its worker's process died for the second time; `dead`: this one's, just now."""
+        if self.plans is None or not self.plans.is_one_client(session):
+            return
+        if self._offenders.ending(session, model, now_ns):
+            _log.error("session %d killed workers twice with model '%s': refused for 60 s", session, model)
+            self.plans.refuse(session, model, now_ns + REFUSAL_NS)
+            for worker in self:
+                worker.refuse(session, model, now_ns + REFUSAL_NS, tell=worker is not dead)
 
     def quarantine(self, region: int, generation: int) -> None:
         """A region that was truncated under a worker is not given to any worker again."""

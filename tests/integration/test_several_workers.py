@@ -19,6 +19,7 @@ from shm import messages
 from shm.errors import InferError
 from tests.fakes import models, spread
 from tests.fakes.broker import Broker, eventually
+from tests.fakes.gateways import Gateway
 from tests.fakes.lone_worker import Gate
 
 pytestmark = pytest.mark.timeout(120)
@@ -61,6 +62,8 @@ def repository(gate: Gate) -> Path:
 parameters {{ key: "gate" value {{ string_value: "{root / "slow"}/gate" }} }}
 parameters {{ key: "told" value {{ string_value: "{root / "slow"}/told" }} }}"""
     models.write_model(root, "slow", config=held)
+    models.write_model(root, "fatal", config=f'max_batch_size: 4 backend: "fatal" {fp32} {TWO}')
+    (root / "fatal" / "backend.py").write_text(spread.FATAL)
     one = (["IN FP32 -1"], ["OUT FP32 -1"])
     spread.ensemble(root, "both", *one, spread.step("add1", "x=IN", "y=a"), spread.step("add1", "x=a", "y=OUT"))
     return root
@@ -186,6 +189,16 @@ def test_while_one_is_replaced_the_other_answers(client: clientlib.Client) -> No
         assert answers == [number + 1 for number in range(50)]
 
 
+def test_who_kills_workers_is_refused_by_all(client: clientlib.Client) -> None:
+    for _ in range(2):  # whichever of the two it was
+        with pytest.raises(InferError, match="alone and for the second time"):
+            client.infer("fatal", {"x": row(-1, 0, 0, 0)}, timeout=60)
+    for _ in range(10):
+        with pytest.raises(InferError, match="are refused for a minute"):
+            client.infer("fatal", {"x": row(1, 0, 0, 0)}, timeout=60)
+    assert client.infer("add1", {"x": row(1)}, timeout=30)["y"].tolist() == [[2]], "other models are not"
+
+
 def test_steps_of_a_sequence_stay_where_it_began(client: clientlib.Client) -> None:
     def step(number: int, value: int, start: bool, end: bool) -> int:
         region.array((16, 16), np.int32)[number - 1, 0] = value
@@ -291,3 +304,29 @@ def test_asyncio_clients_use_both(broker: Broker, client: clientlib.Client) -> N
     before = requests(client)
     asyncio.run(run())
     assert all(count > before[key] for key, count in requests(client).items()), "both had some"
+
+
+def post(broker: Gateway, model: str, **fields: Any) -> Any:
+    status, answer = broker.post(f"/v2/models/{model}/infer", fields)
+    assert status == 200, answer
+    return answer["outputs"][0]["data"]
+
+
+def test_gateways_use_both_and_agree_where_sequences_are(repository: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with Gateway(repository, tmp_path / "run", gateways=2) as broker:
+        broker.ready()
+        x = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}
+        for at in range(1, 7):  # each by a connection of its own: to this gateway, or to that one
+            for number in (11, 12, 13, 14):
+                given = {"name": "INPUT", "datatype": "INT32", "shape": [1, 1], "data": [at]}
+                parameters = {"sequence_id": number, "sequence_start": at == 1, "sequence_end": at == 6}
+                assert post(broker, "sums", inputs=[given], parameters=parameters) == [at * (at + 1) // 2]
+            assert post(broker, "add1", inputs=[x]) == [2, 3, 4, 5]
+        used = {row["key"]: row["requests"] for row in broker.status()["workers"]}
+        assert min(used[LEFT], used[RIGHT]) >= 12, f"two sequences each: {used}"
+        with ThreadPoolExecutor(4) as pool:
+            asked = [pool.submit(post, broker, "add1", inputs=[x]) for _ in range(100)]
+            for key in (LEFT, RIGHT):
+                os.kill(next(row["pid"] for row in broker.status()["workers"] if row["key"] == key), signal.SIGKILL)
+            assert all(each.result(60) == [2, 3, 4, 5] for each in asked)

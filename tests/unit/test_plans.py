@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 
 import pytest
 
@@ -14,7 +15,7 @@ from broker.registry import Registry
 from broker.repository.config import ModelConfig
 from shm.errors import InferError
 from shm.layout import Geometry
-from shm.messages import ModelMetadata, Prepare, TensorMetadata, TensorSpec
+from shm.messages import ModelMetadata, Prepare, PrepareAt, TensorMetadata, TensorSpec
 from shm.regions import create_pool
 
 PEER = Peer(session=1, pid=101, uid=os.getuid())
@@ -311,3 +312,39 @@ def test_a_session_has_a_bounded_number_of_channels_and_ends_with_a_dead_worker(
         assert quota.total == 0
 
     asyncio.run(scenario())
+
+
+def test_a_plan_is_bound_to_other_workers_on_request(registry):
+    one, other, third = Recorder(), Recorder(), Recorder()
+    other.key, third.key, third.state = "cpu/other", "cpu/third", "backoff"
+    models = OneModel(one)
+    models.workers_for = lambda model, version: [one, other, third]
+    plans = Plans(models, registry)
+    prepared = asyncio.run(plans.prepare(1, echo()))
+    assert (prepared.worker, prepared.workers) == ("cpu/default", ("cpu/default", "cpu/other", "cpu/third"))
+    assert other.log == []
+
+    def bind(worker, session=1, **fields):
+        name = {"index": prepared.index, "generation": prepared.generation, "worker": worker}
+        asyncio.run(plans.prepare_at(session, PrepareAt(**{**name, **fields})))
+
+    plans.refuse(1, "echo", time.monotonic_ns() + 10**12)
+    bind("cpu/other")
+    assert [entry[0] for entry in other.log] == ["region", "bind"]
+    message, here = other.log[1][1], one.log[1][1]
+    assert (message.index, message.generation) == (here.index, here.generation), "under the same name"
+    assert message.refused_until_ns > here.refused_until_ns == 0, "but what is refused by now is refused there, too"
+    with pytest.raises(InferError, match="worker 'cpu/third' is backoff"):
+        bind("cpu/third")
+    bind("cpu/third", wait=True)
+    for worker, fields, text in (
+        ("cpu/nowhere", {}, "worker 'cpu/nowhere' does not serve model 'echo'"),
+        ("cpu/other", {"index": 77}, "no plan 77 of generation"),
+        ("cpu/other", {"session": 2}, "no plan 0 of generation"),
+    ):
+        with pytest.raises(InferError, match=text):
+            bind(worker, **fields)
+    plans.release(1, prepared.index, prepared.generation)
+    assert all(worker.log[-1] == ("drop", 1, prepared.index, prepared.generation) for worker in (one, other, third))
+    with pytest.raises(InferError, match="served by worker 'cpu/default', 'cpu/other', 'cpu/third', not 'gpu0/x'"):
+        asyncio.run(plans.prepare(1, echo(worker="gpu0/x")))
