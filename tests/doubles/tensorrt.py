@@ -102,7 +102,9 @@ def tensor(name: str, shape: list[int], dtype: str = "FLOAT", **more: Any) -> di
 
 
 def plan(operation: str, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]], **more: Any) -> bytes:
-    """A plan file. More: `profiles` (1), `fault` ("sticky": its run loses the context; "refuse": its run fails)."""
+    """A plan file. More: `profiles` (1), `fault`: "sticky" (its run loses the context), "refuse" (its run fails), "no
+    memory" (there is none for its execution context).
+    """
     return json.dumps({"operation": operation, "inputs": inputs, "outputs": outputs, **more}).encode()
 
 
@@ -158,7 +160,10 @@ class ICudaEngine:
         values = self._tensors[profile_index].get("values")
         return values[name] if values else []
 
-    def create_execution_context(self, strategy: ExecutionContextAllocationStrategy) -> IExecutionContext:
+    def create_execution_context(self, strategy: ExecutionContextAllocationStrategy) -> IExecutionContext | None:
+        if self._fault == "no memory":
+            self._logger.log(ILogger.Severity.ERROR, "Error Code 2: OutOfMemory (Requested size was 1 bytes.)")
+            return None
         return IExecutionContext(self)
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from broker.worker import messages
 from shm import statistics
-from shm.errors import Code
+from shm.errors import Code, InferError
+from tests.fakes.broker import eventually
 from tests.fakes.cuda import CudaEnv
 from tests.fakes.cuda_children import Child
 from tests.fakes.cuda_worker import Caller, GpuMemory, add_plan, adder, application, fill, gpu, result  # noqa: F401 (fixtures)
+from tests.fakes.loaded import Memory
 from tests.fakes.lone_worker import LIMIT_S, LoneWorker
 
 
@@ -113,3 +118,72 @@ def test_memory_that_its_client_freed_and_allocated_anew(tmp_path: Path, cuda_si
         assert code is Code.NOT_FOUND
         assert "its GPU memory was freed by its client, or unregistered; register it again" in text
         assert gpu.word(statistics.GPU_EVICTIONS) >= 1
+
+
+@pytest.mark.parametrize("how", ["free", "kill"])
+def test_memory_that_goes_while_a_model_runs_on_it(tmp_path: Path, cuda_sim: CudaEnv, how: str) -> None:
+    """Freed or not, killed or not: the request ends, and the next client is served."""
+    config = adder(tmp_path)
+    slow = cuda_sim.with_settings(CUSIM_DELAY_US=50_000)
+    with LoneWorker("gpu0/test", slow.environ) as worker, Caller(worker) as caller:
+        worker.load(config)
+        caller.attach()
+        for _ in range(2):
+            with Child(cuda_sim, "tests.fakes.cuda_worker:Client") as application:
+                memory = GpuMemory(worker, application)
+                plan = add_plan(caller, config, memory)
+                runs = cuda_sim.calls(worker.pid).get("cuLaunchHostFunc", 0)
+                pending = caller.submit(plan)
+                eventually(lambda: cuda_sim.calls(worker.pid).get("cuLaunchHostFunc", 0) > runs, "it runs")  # noqa: B023
+                application.kill() if how == "kill" else application.call("free", memory.number)
+                assert caller.wait(pending).code in (Code.OK, Code.INTERNAL, Code.NOT_FOUND)
+                worker.retire_region(memory)
+        assert worker.process.poll() is None
+
+
+def test_one_handle_under_two_names(tmp_path: Path, cuda_sim: CudaEnv, gpu: LoneWorker, application: Child) -> None:
+    config = adder(tmp_path)
+    gpu.load(config)
+    before = cuda_sim.calls(gpu.pid)
+    with Caller(gpu) as caller:
+        one = GpuMemory(gpu, application)
+        number = one.info.region + 100_000
+        other = replace(one.info, region=number, generation=number, name="other")
+        gpu.ask(other)
+        plan = add_plan(caller.attach(), config, one)
+        gpu.ask(messages.RetireRegion(region=number, generation=number))
+        fill(one, 0, 1, 2)
+        caller.infer(plan)
+        assert result(one) == [3.0] * 4
+        calls = cuda_sim.calls(gpu.pid)
+        assert calls["cuIpcCloseMemHandle"] == before.get("cuIpcCloseMemHandle", 0)
+        gpu.retire_region(one)
+        assert cuda_sim.calls(gpu.pid)["cuIpcCloseMemHandle"] == before.get("cuIpcCloseMemHandle", 0) + 1
+
+
+def test_a_pinned_file_that_is_truncated(tmp_path: Path, gpu: LoneWorker) -> None:
+    config = adder(tmp_path)
+    gpu.load(config)
+    fd = os.memfd_create("truncated")
+    os.ftruncate(fd, 1 << 16)
+    memory = gpu.add_region(Memory(fd=fd, kind="system"))
+    with Caller(gpu) as caller:
+        plan = add_plan(caller.attach(), config, memory)
+        caller.infer(plan)
+        os.ftruncate(fd, 0)
+        code, text = caller.refused(plan)
+        assert code is Code.INTERNAL
+        assert text == f"shared memory region '{memory.info.name}' changed size: register it again"
+        gpu.retire_region(memory)
+        other = add_plan(caller, config, caller.memory)
+        caller.infer(other)
+    os.close(fd)
+    os.close(memory.fd)
+
+
+def test_no_memory_for_a_model_is_its_loads_error(tmp_path: Path, gpu: LoneWorker) -> None:
+    with pytest.raises(InferError) as raised:
+        gpu.load(adder(tmp_path / "large", fault="no memory"))
+    assert raised.value.code == "UNAVAILABLE"
+    assert raised.value.message.startswith("unable to create TensorRT context: Error Code 2: OutOfMemory")
+    gpu.load(adder(tmp_path / "small"))
