@@ -249,9 +249,9 @@ class ZmqServer:
             caller = self._identify(f"localhost:{self._options.broker_uid}:0:{session.pid}", session.token, {})
             client = self._clients.adopt(session.token, caller, session.pid, session.patience_s, self._loop.time())
             try:
-                if not session.alive():
-                    raise ProcessLookupError
                 self._watch(client, watch(session.pid, self._options.broker_uid))
+                if not session.alive():  # looked at now, when nobody else can come to have its number unnoticed
+                    raise ProcessLookupError
             except ProcessLookupError:
                 self._end(client, "its process has ended")
 
