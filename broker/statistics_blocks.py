@@ -23,6 +23,8 @@ from shm.statistics import (
     CACHE_MISSES,
     CACHED,
     CANCELLED,
+    CLOSED,
+    CLOSED_BY,
     COPIED,
     EXECUTIONS,
     EXPIRED,
@@ -121,6 +123,10 @@ class StatisticsBlocks:
         """Does one of its requests wait or run?"""
         return any(block[PENDING] or block[BATCH] or block[LASTING] for block in self._of((model, version)))
 
+    def last_ms(self, model: str, version: int) -> int:
+        """When it last ran: wall clock, ms since the epoch; 0: never."""
+        return max((block[LAST_MS] for block in self._of((model, version))), default=0)
+
     def in_flight(self, model: str, version: int, ensemble: bool) -> int:
         """How many of its requests wait or run; of a batch that runs, how many rows."""
         blocks = self._of((model, version))
@@ -142,7 +148,7 @@ class StatisticsBlocks:
         return {
             "name": model,
             "version": str(version),
-            "last_inference": max((block[LAST_MS] for block in blocks), default=0),
+            "last_inference": self.last_ms(model, version),
             "inference_count": total(INFERENCES),
             "execution_count": executions,
             "inference_stats": {
@@ -160,6 +166,7 @@ class StatisticsBlocks:
             "expired": total(EXPIRED),
             "retried": total(RETRIED),
             "pending": total(PENDING),
+            "closed_batches": {reason: total(CLOSED + at) for at, reason in enumerate(CLOSED_BY)},
             "copied_bytes": {reason: total(COPIED + at) for at, reason in enumerate(REASONS)},
         }
 

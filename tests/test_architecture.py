@@ -50,7 +50,7 @@ HEAVY = {
 # Deadlines, pauses and ages are of the monotonic clock: the other one jumps. Who reads that one, and what it is for.
 WALL_CLOCK = {
     "broker.logs": "the date of a line",
-    "broker.worker.model": "when a model was last used, in its statistics",
+    "broker.worker.counting": "when a model was last used, in its statistics",
     "broker.worker.answers": "the same, of answers from the cache",
     "broker.settings": "which trace files are of this broker's life, by their own dates",
 }

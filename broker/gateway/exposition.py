@@ -232,6 +232,11 @@ def _ours(document: Document) -> Iterator[Metric]:
     retried = CounterMetricFamily(
         "tensorbroker_retried_requests", "Requests run again after their worker had died", labels=MODEL
     )
+    closed = CounterMetricFamily(
+        "tensorbroker_closed_batches",
+        "Batches that were formed, by why they were closed: full, preferred, delay, idle",
+        labels=(*MODEL, "reason"),
+    )
     copied = CounterMetricFamily(
         "tensorbroker_copied_bytes",
         "Bytes of tensors that were copied, and why: by workers for a model, or by gateways (no model)",
@@ -240,11 +245,13 @@ def _ours(document: Document) -> Iterator[Metric]:
     for row in models:
         depth.add_metric(labels_of(row), row["pending"])
         retried.add_metric(labels_of(row), row["retried"])
+        for reason, count in row["closed_batches"].items():
+            closed.add_metric((*labels_of(row), reason), count)
         for reason, count in row["copied_bytes"].items():
             copied.add_metric((*labels_of(row), reason), count)
     for reason, count in document["copied_bytes"].items():
         copied.add_metric(("", "", reason), count)  # to Prometheus the same as no label
-    yield from (depth, retried, copied)
+    yield from (closed, depth, retried, copied)
     yield _labelled(
         GaugeMetricFamily,
         "client_queue_depth",
@@ -321,6 +328,14 @@ def _processes(document: Document) -> Iterator[Metric]:
 
 
 def _gpu_memory(document: Document) -> Iterator[Metric]:
+    total = GaugeMetricFamily("nv_gpu_memory_total_bytes", "GPU total memory, in bytes", labels=("gpu_uuid",))
+    for uuid, row in document.get("gpus", {}).items():
+        total.add_metric((uuid,), row["total_memory"])
+    if document.get("gpus"):
+        yield total
+    clients = document.get("client_gpu_bytes", {})
+    documentation = "Bytes of GPU memory that a session has registered"
+    yield _labelled(GaugeMetricFamily, "client_gpu_bytes", documentation, "session", clients)
     workers = document["gpu_memory"]
     for kind, name, key, documentation in (
         (CounterMetricFamily, "gpu_memory_opens", "opens", "Allocations of clients on a GPU that a worker has opened"),

@@ -13,10 +13,11 @@ from typing import final
 
 from broker.repository.config import ModelConfig
 from broker.repository.scheduling import DynamicBatching, QueuePolicy
-from broker.worker import sequences
+from broker.worker import strategies
 from broker.worker.deadlines import Deadlines
 from broker.worker.fair_line import FairLine
 from broker.worker.queues import Queue, Row
+from shm import statistics
 from shm.admission import EXPIRED, Request, Verdict
 from shm.errors import Code
 
@@ -28,11 +29,12 @@ MISFITS = 16  # clients passed over for one batch at most, so that a look at the
 class SingleQueue:
     """First come, first served among a client's requests, one at a time."""
 
-    __slots__ = ("_line", "_waiting", "late_at", "pinned")
+    __slots__ = ("_line", "_waiting", "closed_by", "late_at", "pinned")
 
     def __init__(self) -> None:
         self._line = FairLine()
         self._waiting = 0
+        self.closed_by = statistics.IDLE
         self.pinned = False
         self.late_at = 0
 
@@ -143,7 +145,7 @@ class DynamicBatcher:
     """
 
     __slots__ = ("_default_level", "_delay", "_dropped", "_hold", "_largest_preferred", "_levels", "_max", "_preferred",
-                 "_single", "_waiting", "late_at", "pinned")  # fmt: skip
+                 "_single", "_waiting", "closed_by", "late_at", "pinned")  # fmt: skip
 
     def __init__(self, max_batch_size: int, config: DynamicBatching, hold: int = 0) -> None:
         self._max = max(1, max_batch_size)
@@ -159,6 +161,7 @@ class DynamicBatcher:
         self._dropped: OrderedDict[Request, Verdict] = OrderedDict()  # they leave by `late`
         self._waiting = 0  # those dropped not counted
         self._hold = hold
+        self.closed_by = statistics.IDLE
         self.pinned = False
         self.late_at = 0
 
@@ -245,10 +248,21 @@ class DynamicBatcher:
                 break
         waited = self._delay > 0 and now - oldest >= self._delay
         if preferred and not waited:
+            is_full = preferred == len(chosen) and (closed or chosen[0].signature is None)
+            self.closed_by = statistics.FULL if is_full else statistics.PREFERRED
             return self._pop(chosen[:preferred])
         if closed or waited or not self._delay or rows >= self._largest_preferred or chosen[0].signature is None:
+            self.closed_by = self._reason(closed and (rows >= self._max or len(chosen) != most), waited, chosen, rows)
             return self._pop(chosen)
         return []
+
+    def _reason(self, full: bool, waited: bool, batch: list[Request], rows: int) -> int:
+        """Why a batch goes that was not cut to a preferred size."""
+        if full or batch[0].signature is None:
+            return statistics.FULL
+        if waited:
+            return statistics.DELAY
+        return statistics.PREFERRED if rows >= self._largest_preferred else statistics.IDLE
 
     def wants(self, now: int, instance: int = 0) -> bool:
         """Does what waits make a batch by now? Rows are not counted, so one of large requests may count later."""
@@ -320,7 +334,7 @@ class DynamicBatcher:
 def queue_for(config: ModelConfig, instances: int) -> Queue:
     """The scheduler that a model's configuration asks for. Raises InferError where there is none."""
     if config.sequence_batching is not None:
-        return sequences.queue_for(config, instances)
+        return strategies.queue_for(config, instances)
     batching = config.dynamic_batching
     if batching is None:
         return SingleQueue()

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.worker.backends import Binding, Operand
-from broker.worker.model import Instance, LoadedModel, follow
+from broker.worker.counting import follow
+from broker.worker.model import Instance, LoadedModel
 from broker.worker.plans import PlacedTensor, Plan
 from shm import datatypes
 from shm.admission import Request

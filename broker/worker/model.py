@@ -21,6 +21,7 @@ from broker.worker.assembly import assembly_of
 from broker.worker.backends import Backend, Binding, Context, NoRuntime, Operand, RuntimeModel, load_instance
 from broker.worker.batcher import SingleQueue, has_timeouts, queue_for, scheduler_delay
 from broker.worker.buffers import BatchBuffers, aligned_buffer
+from broker.worker.counting import Counted
 from broker.worker.in_order import InOrder
 from broker.worker.queues import Queue
 from broker.worker.rate_limiter import Claim
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from broker.worker.streams import Streams
 
 MAX_KINDS = 32  # of batches, each with memory and bindings of its own
-FLUSH = 64  # inline executions remembered at most
 RECHECK = 100  # batches after which it is looked at again whether batching has come to pay
 _numbers = itertools.count(1)
 
@@ -48,27 +48,13 @@ def not_loaded(model: str) -> Verdict:
     return Code.UNAVAILABLE, f"model '{model}' is not loaded"
 
 
-def follow(known: int, took: int) -> int:
-    """What a run takes as long as nobody takes its core away; 0 = unmeasured.
-
-    It follows shorter runs quickly and longer ones slowly: on a busy host a short run is often preempted for
-    milliseconds, which says nothing about the model.
-    """
-    if not known:
-        return took
-    return (known + took) >> 1 if took < known else known + (took - known >> 4)
-
-
 @final
-class Instance:
+class Instance(Counted):
     """One execution slot of a model version."""
 
     __slots__ = (
-        "_rows",
         "_scratch",
         "_told",
-        "_took",
-        "block",
         "buffers",
         "index",
         "longest",
@@ -76,23 +62,19 @@ class Instance:
         "name",
         "number",
         "runtime",
-        "typical",
     )
 
     def __init__(self, model: LoadedModel, name: str, runtime: RuntimeModel, block: memoryview, index: int = 0) -> None:
+        super().__init__(block)
         self.model = model
         self.index = index  # among those of the model
         self.name = name
         self.number = next(_numbers)  # never reused: bindings of an instance that is gone cannot be found again
         self.runtime = runtime
-        self.block = block
         self.longest: dict[int, int] = {}  # rows → ns of the longest run: what a hang is measured by
-        self.typical: dict[int, int] = {}  # rows → ns as `follow` has it: may the leader run such a batch itself?
         self.buffers: dict[object, BatchBuffers] = {}
         self._scratch: dict[tuple[str, str], npt.NDArray[np.uint8]] = {}
         self._told = -1
-        self._rows: list[int] = []  # of the executions remembered by `count_inline`
-        self._took: list[int] = []  # ns, of the same
         block[statistics.BATCH] = 0  # a worker that died here left its batch behind
 
     def scratch(self, side: str, tensor: str, byte_size: int) -> npt.NDArray[np.uint8]:
@@ -147,65 +129,6 @@ class Instance:
     def _expected(self, rows: int) -> int:
         """The longest run at this size or larger; 0 = unmeasured."""
         return max((took for size, took in self.longest.items() if size >= rows), default=0)
-
-    def count_batch(
-        self, count: int, rows: int, queue_ns: int, input_ns: int, infer_ns: int, output_ns: int, size: int = 0
-    ) -> None:
-        """Add one successful execution of `count` requests; `queue_ns` is their sum. `size`: with empty slots, the
-        rows that the model ran.
-
-        Each request spent the whole batch's time, as in Triton. In the latency histogram all of a batch are counted
-        with their mean wait: one look-up per batch, not per request.
-        """
-        block = self.block
-        block[statistics.SUCCESS] += count
-        block[statistics.QUEUE_NS] += queue_ns
-        block[statistics.INPUT_NS] += input_ns * count
-        block[statistics.INFER_NS] += infer_ns * count
-        block[statistics.OUTPUT_NS] += output_ns * count
-        block[statistics.INFERENCES] += rows or count
-        block[statistics.EXECUTIONS] += 1
-        block[statistics.LAST_MS] = int(time.time() * 1000)
-        took = queue_ns // count + input_ns + infer_ns + output_ns
-        block[statistics.LATENCY + statistics.bucket(took)] += count
-        self.typical[rows] = follow(self.typical.get(rows, 0), infer_ns)
-        at = statistics.BATCHES + 4 * (min(size or rows or 1, statistics.MAX_BATCH) - 1)
-        block[at] += 1
-        block[at + 1] += input_ns
-        block[at + 2] += infer_ns
-        block[at + 3] += output_ns
-
-    def count_inline(self, rows: int, infer_ns: int) -> None:
-        """As `count_batch` for one request run in place, but only remembered: `flush` adds it up off the hot path."""
-        self._rows.append(rows)
-        self._took.append(infer_ns)
-        if len(self._rows) >= FLUSH:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write what `count_inline` remembered."""
-        done, self._rows = self._rows, []
-        if not done:
-            return
-        took, self._took = self._took, []
-        count, infer_ns = len(done), sum(took)
-        block = self.block
-        block[statistics.SUCCESS] += count
-        block[statistics.INFER_NS] += infer_ns
-        block[statistics.INFERENCES] += sum(done) or count
-        block[statistics.EXECUTIONS] += count
-        block[statistics.LAST_MS] = int(time.time() * 1000)
-        for rows in set(done):
-            at = statistics.BATCHES + 4 * (min(rows or 1, statistics.MAX_BATCH) - 1)
-            same = done.count(rows)
-            block[at] += same
-            block[at + 2] += infer_ns * same // count
-        for each in took:
-            block[statistics.LATENCY + statistics.bucket(each)] += 1
-
-    def count_copy(self, reason: str, byte_size: int) -> None:
-        """Every copied byte is counted, with its reason."""
-        self.block[statistics.COPIED + statistics.REASONS.index(reason)] += byte_size
 
 
 @final
@@ -358,6 +281,7 @@ class LoadedModel:
     def load_ensemble(self, block: memoryview) -> None:
         """What stands for the instances of an ensemble, which has none: statistics. Its steps run on members."""
         self.instances = [Instance(self, self.name, NoRuntime(), block)]
+        self.instances[0].forms_batches = False
         self.free = list(self.instances)
         self.alone = self.immediate = False
 

@@ -4,7 +4,18 @@ A queue is a pure state machine: no clock, no thread, no memory of tensors. Its 
 request that `add` accepts leaves it exactly once: by `take`, `remove` or `late`.
 
     batcher.SingleQueue, batcher.DynamicBatcher     requests that know nothing of each other
-    sequences.DirectSequences, OldestSequences      requests that belong to sequences
+    strategies.DirectSequences, OldestSequences     requests that belong to sequences
+
+Every batch is closed for one reason (`closed_by`, counted by the scheduler), the first of these that holds:
+
+    full        it could not grow: the maximum is reached, or what is next in line does not fit in (it has another
+                signature or too many rows, or runs alone). Of sequences: each slot of the instance has a step, or the
+                batch of the strategy "oldest" has as many as it may
+    delay       its oldest request had waited for `max_queue_delay_microseconds`
+    preferred   it has a preferred size, or would outgrow all of them with the next request. Of the strategy "direct":
+                `minimum_slot_utilization` is reached
+    idle        nothing asks it to wait: an instance was free, and all that was queued, or this instance's share of it,
+                went along. So it is with every request of a model that forms no batches, or that ran at once
 """
 
 from __future__ import annotations
@@ -25,6 +36,9 @@ class Queue(Protocol):
 
     late_at: int
     """When `late` will have something to let go if nothing happens before; 0: never."""
+
+    closed_by: int
+    """Why the batch that `take` gave last was closed: FULL, PREFERRED, DELAY or IDLE of `shm.statistics`."""
 
     def __len__(self) -> int:
         """Requests that wait here."""

@@ -236,6 +236,7 @@ class Scheduler:
         return None
 
     def _taken(self, model: LoadedModel, instance: Instance, rows: Sequence[Row]) -> Batch:
+        instance.block[statistics.CLOSED + model.queue.closed_by] += 1
         self._unlist(model)
         if len(model.queue):
             self.queued.append(model)  # behind the others: they get their turn

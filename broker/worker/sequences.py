@@ -1,4 +1,4 @@
-"""Which requests of sequences run together, and when: Triton's strategies "direct" and "oldest".
+"""Sequences of requests: slots, backlog, time-outs. Which of them run together is `broker.worker.strategies`.
 
 Pure state machines as `broker.worker.queues` says; its caller there holds the lock.
 """
@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 from collections import OrderedDict
 from collections.abc import Sequence as Rows
-from typing import Final, final
+from typing import Final
 
-from broker.repository.config import ModelConfig
 from broker.repository.scheduling import SequenceBatching
-from broker.worker.queues import Queue, Row
+from broker.worker.queues import Row
 from broker.worker.sequence import Key, Line, Sequence
+from shm import statistics
 from shm.admission import Request, Verdict
 from shm.errors import Code
 from shm.layout import SEQUENCE_END, SEQUENCE_START
@@ -55,6 +54,7 @@ class Sequences:
         self._waiting = 0
         self._until = 0  # draining: when it is over
         self.late_at = 0
+        self.closed_by = statistics.IDLE
         self._numbers = itertools.count(1 << 63)  # ids of sequences that are one request without an id
         self._hold = (delay, backlog_delay)  # TRITONSERVER_DELAY_SCHEDULER, TRITONSERVER_BACKLOG_DELAY_SCHEDULER
 
@@ -298,83 +298,6 @@ class Sequences:
         return True
 
 
-@final
-class DirectSequences(Sequences):
-    """A sequence keeps one row of one instance's batches; rows that have nothing to do are None."""
-
-    def take(self, now: int, instance: int = 0, most: int = 0) -> Rows[Row]:
-        """Rows up to the highest occupied slot, when one of them has a request."""
-        ready = self._next(now, instance)
-        if not ready:
-            return ()
-        slots = self._slots[instance]
-        chosen = set(ready[: most or None])
-        highest = max(index for index, line in enumerate(slots) if line is not None)
-        return [self._start(line, now) if line in chosen else None for line in slots[: highest + 1]]
-
-    def _next(self, now: int, instance: int, most: int = 0) -> list[Line]:
-        slots = self._slots[instance]
-        ready = [line for line in slots if line is not None and line.ready()]
-        if not ready or self._held():
-            return []
-        if self._wait and len(ready) < self._config.minimum_slot_utilization * len(slots):
-            oldest = min(next(iter(line.queue)).arrival for line in ready)
-            if now - oldest < self._wait:
-                return []
-        return ready
-
-
-@final
-class OldestSequences(Sequences):
-    """Requests of different candidate sequences of an instance share batches, the oldest first."""
-
-    def __init__(
-        self,
-        name: str,
-        config: SequenceBatching,
-        instances: int,
-        slots: int,
-        delay: int = 0,
-        backlog_delay: int = 0,
-        batch: int = 1,
-    ) -> None:
-        super().__init__(name, config, instances, slots, delay, backlog_delay)
-        self._batch = batch
-
-    def take(self, now: int, instance: int = 0, most: int = 0) -> Rows[Row]:
-        """Up to the batch size; a smaller batch than preferred waits for the queue delay."""
-        return [self._start(line, now) for line in self._next(now, instance, most)]
-
-    def _next(self, now: int, instance: int, most: int = 0) -> list[Line]:
-        ready = [line for line in self._slots[instance] if line is not None and line.ready()]
-        if not ready or self._held():
-            return []
-        ready.sort(key=lambda line: next(iter(line.queue)).arrival)
-        heads = [next(iter(line.queue)) for line in ready]
-        signature = heads[0].signature
-        fitting = [line for line, head in zip(ready, heads, strict=True) if head.signature is signature]
-        most = min(most or self._batch, self._batch)
-        count = min(len(fitting), most) if signature is not None else 1
-        waited = now - heads[0].arrival >= self._wait
-        preferred = max((size for size in self._config.preferred_batch_size if size <= count), default=0)
-        if not waited and count < most and not preferred and signature is not None:
-            return []
-        return fitting[: count if waited or not preferred else preferred]
-
-
-def queue_for(config: ModelConfig, instances: int) -> Queue:
-    """The scheduler of a model with `sequence_batching`."""
-    batching = config.sequence_batching
-    assert batching is not None
-    delay = _number("TRITONSERVER_DELAY_SCHEDULER")
-    backlog = _number("TRITONSERVER_BACKLOG_DELAY_SCHEDULER")
-    batch = max(1, config.max_batch_size)
-    if not batching.oldest:
-        return DirectSequences(config.name, batching, instances, batch, delay, backlog)
-    candidates = max(1, batching.max_candidate_sequences)
-    return OldestSequences(config.name, batching, instances, candidates, delay, backlog, batch)
-
-
 def _key(request: Request) -> Key:
     return (0 if request.plan is None else request.plan.owner, request.sequence_id)
 
@@ -382,8 +305,3 @@ def _key(request: Request) -> Key:
 def _ended(request: Request) -> int:
     """When its run ended: what took long in the model is no idleness of the client."""
     return request.arrival + request.queue_ns + request.input_ns + request.infer_ns + request.output_ns
-
-
-def _number(variable: str) -> int:
-    text = os.environ.get(variable, "")
-    return int(text) if text.isdecimal() else 0

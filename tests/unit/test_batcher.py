@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from broker.repository.config import ModelConfig
 from broker.repository.scheduling import DynamicBatching, QueuePolicy
 from broker.worker.batcher import DynamicBatcher, SingleQueue, queue_for
+from shm.statistics import DELAY, FULL, IDLE, PREFERRED
 
 US = 1000
 A, B = ("a",), ("b",)  # signatures
@@ -323,8 +324,24 @@ class Queueing(RuleBasedStateMachine):
             assert rows == largest
         elif batch:
             assert rows == sizes[-1], "else everything that fits"
+        if batch:
+            assert self.queue.closed_by == self.reason(batch, waiting, overdue)
         taken = set(map(id, batch))
         self.levels = [[request for request in level if id(request) not in taken] for level in self.levels]
+
+    def reason(self, batch, waiting, overdue):
+        rows, rest = sum(request.rows for request in batch), waiting[len(batch) :]
+        fits = [r for r in rest[:1] if r.signature is batch[0].signature and rows + r.rows <= self.maximum]
+        if rows == self.maximum or batch[0].signature is None or (rest and not fits):
+            return FULL
+        if overdue:
+            return DELAY
+        if rows in self.preferred or rows > max(self.preferred):
+            return PREFERRED
+        if fits and rows + fits[0].rows > max(self.preferred):
+            return PREFERRED
+        assert not self.delay, "nothing asks it to wait"
+        return IDLE
 
     @invariant()
     def nothing_is_lost(self):
@@ -378,20 +395,3 @@ def test_a_timeout_of_its_own_delays_a_request_where_that_is_the_action():
     assert queue.late(50 * US) == []
     assert list(queue.take(50 * US)) == [calm]
     assert list(queue.take(50 * US)) == [hurried]
-
-
-@pytest.mark.parametrize("delay", [0, 10_000])
-def test_a_batch_does_not_grow_beyond_all_preferred_sizes(delay):
-    queue = batcher(preferred=(2, 6), delay=delay)
-    first, second = fill(queue, Queued(rows=3, arrival=1), Queued(rows=4, arrival=2))
-    assert list(queue.take(3)) == [first]
-    assert list(queue.take(3)) == ([] if delay else [second])
-    fill(queue, Queued(rows=2, arrival=4))
-    if delay:
-        assert len(queue.take(5)) == 2  # 4 and 2 are preferred
-
-
-def test_a_batch_that_has_waited_takes_all_that_fit():
-    queue = batcher(preferred=(2, 6), delay=10)
-    both = fill(queue, Queued(rows=3, arrival=1), Queued(rows=4, arrival=2))
-    assert list(queue.take(20 * US)) == both

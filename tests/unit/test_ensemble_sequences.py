@@ -8,7 +8,7 @@ import pytest
 
 from broker.repository.scheduling import SequenceBatching, Step
 from broker.worker.intake import take_in
-from broker.worker.sequences import OldestSequences
+from broker.worker.strategies import OldestSequences
 from shm.admission import Request
 from shm.layout import SEQUENCE_START
 from tests.fakes.ensembles import WIDTH, Workbench, ensemble_config, model_config

@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from broker.worker import model as worker_model
-from broker.worker.model import follow
+from broker.worker.counting import follow
 from broker.worker.plans import Plan
 from shm import statistics
 from shm.errors import Code

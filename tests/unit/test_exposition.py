@@ -40,6 +40,7 @@ def model(name: str = "m", **changes: Any) -> dict[str, Any]:
         ],
         "retried": 1,
         "pending": 7,
+        "closed_batches": {"full": 2, "preferred": 0, "delay": 1, "idle": 5},
         "copied_bytes": {"gather": 4096, "scatter": 0},
         "latency": latency(9_000, 150_000, 150_000, 3_000_000_000),
         "failures": {"REJECTED": 1, "CANCELED": 2, "BACKEND": 3, "OTHER": 0},
@@ -72,6 +73,8 @@ def document(*models: dict[str, Any]) -> dict[str, Any]:
             }
         },
         "gateways": {"0": {"restarts": 5}},
+        "gpus": {"GPU-1": {"total_memory": 1 << 37}},
+        "client_gpu_bytes": {"7": 4096},
         "gpu_memory": {
             "gpu0/default": {"opens": 3, "closes": 1, "evictions": 0, "open_bytes": 4096, "pinned_bytes": 8192}
         },
@@ -158,6 +161,8 @@ def test_our_own_series() -> None:
         "tensorbroker_region_bytes{kind=system}": 4096,
         "tensorbroker_region_limit_bytes": 1 << 40,
         "tensorbroker_sessions": 2,
+        "tensorbroker_closed_batches_total{model=m,reason=delay,version=3}": 1,
+        "tensorbroker_closed_batches_total{model=m,reason=idle,version=3}": 5,
         "tensorbroker_copied_bytes_total{model=m,reason=gather,version=3}": 4096,
         "tensorbroker_copied_bytes_total{model=,reason=inline_input,version=}": 64,
         "tensorbroker_model_queue_depth{model=m,version=3}": 7,
@@ -165,6 +170,8 @@ def test_our_own_series() -> None:
         "tensorbroker_worker_restarts_total{worker=cpu/default}": 1,
         "tensorbroker_lost_wakeups_total{worker=cpu/default}": 0,
         "tensorbroker_gateway_restarts_total{gateway=0}": 5,
+        "nv_gpu_memory_total_bytes{gpu_uuid=GPU-1}": 1 << 37,
+        "tensorbroker_client_gpu_bytes{session=7}": 4096,
         "tensorbroker_gpu_memory_opens_total{worker=gpu0/default}": 3,
         "tensorbroker_gpu_memory_open_bytes{worker=gpu0/default}": 4096,
         "tensorbroker_pinned_bytes{worker=gpu0/default}": 8192,

@@ -9,7 +9,7 @@ import pytest
 
 from broker.repository.scheduling import SequenceBatching
 from broker.worker.sequence import Sequence
-from broker.worker.sequences import DirectSequences, OldestSequences
+from broker.worker.strategies import DirectSequences, OldestSequences
 from shm.admission import Request
 from shm.errors import Code
 from shm.layout import SEQUENCE_START

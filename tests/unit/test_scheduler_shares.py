@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from broker.worker.model import RECHECK
+from shm import statistics
 from tests.unit.test_scheduler import add, models, request, scheduler, turn
 
 __all__ = ["models", "scheduler", "turn"]  # fixtures
@@ -55,3 +56,17 @@ def test_sharing_is_looked_at_again_now_and_then(scheduler, models):
     ran(model, 2, 2_000_000)
     sizes = [batch_sizes(scheduler, model, 2) for _ in range(RECHECK + 1)]
     assert sizes == [[1, 1]] * RECHECK + [[2]]
+
+
+def test_each_batch_counts_once_under_the_reason_for_which_it_was_closed(scheduler, models):
+    model = models(batch=4)
+    add(scheduler, *(request(model) for _ in range(5)))
+    for _ in range(2):
+        scheduler.done(scheduler.due(2))
+    instance = model.instances[0]
+    for _ in range(3):
+        instance.count_inline(1, 1000)
+    counted = instance.block[statistics.CLOSED : statistics.CLOSED + len(statistics.CLOSED_BY)]
+    assert counted.tolist() == [1, 0, 0, 1]
+    model.flush()
+    assert counted.tolist() == [1, 0, 0, 4], "what ran at once"

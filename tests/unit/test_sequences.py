@@ -9,7 +9,8 @@ import pytest
 
 from broker.repository.scheduling import SequenceBatching
 from broker.worker.sequence import Sequence
-from broker.worker.sequences import EXPIRED, STOPPING, DirectSequences, OldestSequences
+from broker.worker.sequences import EXPIRED, STOPPING
+from broker.worker.strategies import DirectSequences, OldestSequences
 from shm.admission import Request
 from shm.errors import Code
 from shm.layout import SEQUENCE_END, SEQUENCE_START

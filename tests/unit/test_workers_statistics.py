@@ -83,6 +83,7 @@ def test_counters_of_instances_are_added_up_in_tritons_form(blocks):
             words.EXECUTIONS: 5,
             words.RETRIED: 6,
             words.COPIED + 1: 1000,
+            words.CLOSED + words.DELAY: 5,
         }
         for word, value in values.items():
             page[word] = value * at
@@ -120,7 +121,8 @@ def test_counters_of_instances_are_added_up_in_tritons_form(blocks):
         "expired": 9,
         "retried": 18,
         "pending": 8,
-        "copied_bytes": {"policy": 0, "gather": 3000, "scatter": 0, "output": 0, "align": 0, "cache": 0},
+        "closed_batches": {"full": 0, "preferred": 0, "delay": 15, "idle": 0},
+        "copied_bytes": {**dict.fromkeys(words.REASONS, 0), "gather": 3000},
     }
 
 
