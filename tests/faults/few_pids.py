@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""F-01 and D-08: /dev/shm is full, or indices lead out of a model's tables."""
+"""F-01, F-07 and D-08: /dev/shm or a cgroup's memory is full, or indices lead out of a model's tables."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,66 @@ def test_f01_pages_given_back_after_registration(private_lab):
     worker = next(worker for worker in private_lab.status()["workers"] if worker["key"] == SAME)
     assert worker["last_death"] == "killed by SIGBUS"
     private_lab.settled(replaced=SAME)
+
+
+# --- F-07 ----------------------------------------------------------------------------------------------------------
+
+
+class CrampedLab(Lab):
+    """Its broker sees memory cgroups, of either version, with limits that a test may write."""
+
+    limit, used = 256 * MIB, 240 * MIB
+
+    def write_usage(self, used: int) -> None:
+        for directory, most, now in (("", "memory.max", "memory.current"), V1):
+            place = self.directory / "cgroup" / directory
+            place.mkdir(parents=True, exist_ok=True)
+            (place / most).write_text(f"{self.limit}\n")
+            (place / now).write_text(f"{used}\n")
+            (place / "memory.stat").write_text("inactive_file 0\n")
+
+    def _in_broker(self) -> None:
+        first = self._namespace < 0
+        super()._in_broker()
+        if first:
+            source = os.fsencode(self.directory / "cgroup")
+            if _libc.mount(source, b"/sys/fs/cgroup", None, MS_BIND, None):
+                raise OSError(ctypes.get_errno(), "mount --bind")
+
+
+V1 = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
+MS_BIND = 4096
+
+
+def register_sparse(byte_size: int) -> list[Any]:
+    """What was told, the bytes allocated then, and after a request whose output lies at the end."""
+    with clientlib.connect() as client, sparse(byte_size) as (key, fd):
+        try:
+            region = client.register_system_shm("r", key, byte_size)
+        except clientlib.InferError as error:
+            return [[error.code, error.message], os.fstat(fd).st_blocks * 512]
+        told: list[Any] = [["OK", ""], os.fstat(fd).st_blocks * 512]
+        inputs, outputs = region.tensor(SHAPE, "FP32"), region.tensor(SHAPE, "FP32", byte_size - MIB)
+        told.append(child.refusal(client.prepare("add1", {"x": inputs}, {"y": outputs}).infer, timeout=20))
+        return [*told, os.fstat(fd).st_blocks * 512]
+
+
+def test_f07_a_cgroup_that_is_full_refuses_regions_before_any_worker_touches_them(tmp_path: Path) -> None:
+    """[F-07] pages are charged where they are allocated: by the broker, at registration, if there is room for them."""
+    if os.geteuid():
+        pytest.skip("showing a broker a cgroup of the test's own needs a mount: run as root")
+    lab = CrampedLab(tmp_path)
+    lab.write_usage(lab.used)
+    with lab:
+        (code, message), *allocated = lab.offend(register_sparse, byte_size=32 * MIB)
+        assert code == "UNAVAILABLE", message
+        assert f"no space left for shared memory: {32 * MIB} bytes asked" in message
+        assert f"{lab.limit - lab.used} bytes available" in message
+        assert allocated == [0]
+        assert lab.offend(register_sparse, byte_size=8 * MIB) == [["OK", ""], 8 * MIB, ["OK", ""], 8 * MIB]
+        lab.write_usage(0)
+        assert lab.offend(register_sparse, byte_size=32 * MIB)[0] == ["OK", ""]
+        lab.settled()
 
 
 # --- D-08 ----------------------------------------------------------------------------------------------------------
