@@ -108,6 +108,7 @@ class Plan:
         "shared",
         "signature",
         "simple",
+        "staged",
         "step",
         "version",
         "windows",
@@ -137,6 +138,7 @@ class Plan:
         self.shared = tuple({t.region for t in (*self.inputs, *self.outputs) if t.region.info.kind == "system"})
         tensors = (*self.inputs, *self.outputs)
         self.windows = tuple({t.region.gpu for t in tensors if t.region.gpu is not None})  # memory of GPUs
+        self.staged = bool(self.windows)  # it is copied to the host and back around a run
         self.crowds = crowds
         self.crowded = False
         self.bindings: dict[tuple[int, int, int, int], Any] = {}  # Execution, by instance number, positions, rows
@@ -163,7 +165,7 @@ class Plan:
 
     def simplify(self) -> None:
         """Decide again whether admission may skip everything but the busy flag."""
-        self.simple = not (self.closed or self.crowded or self.windows)
+        self.simple = not (self.closed or self.crowded or self.staged)
 
     def changed_size(self) -> str:
         """The name of a system region of this plan that was truncated, or ""."""
@@ -222,7 +224,17 @@ def adopt(plan: Plan, model: LoadedModel, signatures: dict[object, object]) -> N
         plan.closed = _off_limits(plan, model)
         if plan.closed is None:
             model.reach_gpus()
+        plan.staged = not _in_place(plan, model)
     plan.simplify()
+
+
+def _in_place(plan: Plan, model: LoadedModel) -> bool:
+    """May its model be given pointers of the GPU? Every instance must be on one, and each request stand for itself."""
+    if model.assembly is not None or model.streams is not None or model.cached is not None:
+        return False
+    if any(tensor.datatype == datatypes.BYTES for tensor in (*plan.inputs, *plan.outputs)):
+        return False
+    return all(getattr(instance.runtime, "lane", None) is not None for instance in model.instances)
 
 
 def _off_limits(plan: Plan, model: LoadedModel) -> Verdict | None:

@@ -16,6 +16,7 @@ from typing import NamedTuple, cast, final
 
 from broker.worker.backends import GpuBinding, OnGpu, Operand
 from broker.worker.binding import check_shape
+from broker.worker.cuda.in_place import measured
 from broker.worker.cuda.staging import DeviceBuffer
 from broker.worker.cuda.streams import Lane
 from broker.worker.model import Instance, LoadedModel
@@ -53,6 +54,8 @@ def run_alone(instance: Instance, lane: Lane, request: Request) -> None:
         binding, opens = _binding_of(plan, instance, request)
         ran = run_watched(instance, binding.run, request.rows, began)
         request.copied = count_moved(instance, lane)
+        if not request.copied and not opens:
+            measured(plan, instance, request, binding, ran - began)
         ended = ran
         if opens:
             delivered = deliver(instance.model, lane, request, opens, binding.places())
