@@ -15,12 +15,13 @@ go back while the broker runs.
                 insertion_ns
     gpu_memory  key of a worker that has opened some, or pinned regions for a GPU → opens, closes, evictions,
                 open_bytes, pinned_bytes
+    gpus        UUID → total_memory, bytes            client_gpu_bytes  session → bytes of its CUDA regions
     gateways    index → restarts
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import islice
 from typing import Any, Protocol, final
 
@@ -119,7 +120,10 @@ class MetricsDocument:
         channels: Channels,
         sessions: Sized,
         gateways: Gateways,
+        gpus: Callable[[], dict[str, Any]] = lambda: {"gpus": []},
     ) -> None:
+        """`gpus`: as the status document has them."""
+        self._gpus = gpus
         self._models = models
         self._blocks = blocks
         self._workers = workers
@@ -141,6 +145,8 @@ class MetricsDocument:
             "workers": {worker.key: self._worker(worker) for worker in self._workers},
             "cache": self._cache(),
             "gpu_memory": dict(self._gpu_memory()),
+            "gpus": {gpu["uuid"]: {"total_memory": gpu["total_memory"]} for gpu in self._gpus()["gpus"]},
+            "client_gpu_bytes": dict(islice(self._client_gpu_bytes().items(), MAX_CLIENTS)),
             "gateways": {str(row["index"]): {"restarts": row["restarts"]} for row in self._gateways.rows()},
         }
 
@@ -183,6 +189,13 @@ class MetricsDocument:
                 kind["count"] += 1
                 kind["byte_size"] += entry.byte_size
         return kinds
+
+    def _client_gpu_bytes(self) -> dict[str, int]:
+        total: dict[str, int] = {}
+        for entry in self._registry:
+            if entry.kind == "cuda" and entry.source is None:
+                total[str(entry.session)] = total.get(str(entry.session), 0) + entry.byte_size
+        return total
 
     def _depths(self) -> Iterator[tuple[int, int]]:
         yield from sorted(self._channels.under_way().items())

@@ -74,6 +74,7 @@ class Options:
     model_repository: tuple[str, ...]
     directory: str | None
     region_memory: str
+    cuda_region_memory: str
     model_load_deaths: int
     exit_timeout_secs: int
     exit_on_error: bool
@@ -104,11 +105,11 @@ class Options:
         return sorted(flags | self.trace.without_effect)
 
 
-def region_memory_bytes(text: str, available: int) -> int:
-    """`--region-memory` in bytes: a number with an optional K, M, G or T, or a percentage of `available`."""
+def region_memory_bytes(text: str, available: int, flag: str = "region-memory") -> int:
+    """`--region-memory`, or another such `flag`: bytes, with K, M, G or T, or a percentage of `available` bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|[kmgt]?)(?:i?b)?", text.strip(), re.IGNORECASE)
     if match is None or (match[2] == "%" and float(match[1]) > 100):
-        raise UsageError(f"invalid value for --region-memory: {text} (expected bytes, e.g. 8G, or a percentage)")
+        raise UsageError(f"invalid value for --{flag}: {text} (expected bytes, e.g. 8G, or a percentage)")
     factor = available / 100 if match[2] == "%" else _UNITS[match[2].lower()]
     return int(float(match[1]) * factor)
 
@@ -126,6 +127,7 @@ def parse_serve(arguments: Sequence[str]) -> Options:
         model_repository=repositories,
         directory=given.text("directory", "") or None,
         region_memory=given.text("region-memory", "50%"),
+        cuda_region_memory=given.text("cuda-region-memory", "100%"),
         model_load_deaths=given.integer("model-load-deaths", 5),
         exit_timeout_secs=max(0, given.integer("exit-timeout-secs", 30)),
         exit_on_error=given.flag("exit-on-error", True),
@@ -168,6 +170,7 @@ def _check(given: Given) -> None:
     if given.text("log-format", "default") not in ("default", "ISO8601"):
         raise UsageError(f"invalid argument for --log-format, got: {given.text('log-format', '')}")
     region_memory_bytes(given.text("region-memory", "50%"), 0)
+    region_memory_bytes(given.text("cuda-region-memory", "100%"), 0, "cuda-region-memory")
 
 
 def _log_options(given: Given) -> LogOptions:
@@ -206,6 +209,8 @@ def _serve_parser() -> Parser:
     add("--directory", metavar="DIR", action="append", help="run directory (default: $TENSORBROKER_DIR or per user)")
     text = "limit on registered regions and channels: bytes (8G) or a percentage of RAM or cgroup limit (default 50%%)"
     add("--region-memory", metavar="SIZE", action="append", dest="region-memory", help=text)
+    text = "limit on the GPU memory that one user registers: bytes or a percentage of all GPUs' (default 100%%)"
+    add("--cuda-region-memory", metavar="SIZE", action="append", dest="cuda-region-memory", help=text)
     text = "deaths of a worker in a row while it loads a model, after which it comes back without it (default 5)"
     add("--model-load-deaths", metavar="N", action="append", dest="model-load-deaths", help=text)
     text = "gateway processes for HTTP, gRPC, ZeroMQ and metrics (default 1; 0: none, local clients only)"

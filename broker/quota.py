@@ -82,7 +82,7 @@ class Quota:
             raise InferError(
                 code,
                 f"no GPU memory quota for {what}: asked {byte_size} bytes, used by uid {uid}: {used}, limit "
-                f"{self.cuda_limit}. Unregister CUDA regions",
+                f"{self.cuda_limit}. Unregister CUDA regions, or start the broker with a larger --cuda-region-memory",
             )
         self._cuda[uid] += byte_size
 

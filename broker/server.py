@@ -142,6 +142,7 @@ class Server:
             channels=self._channels,
             sessions=self._sessions,
             gateways=self._gateways,
+            gpus=self._gpus.facts,
         )
 
     async def run(self) -> int:
@@ -210,6 +211,7 @@ class Server:
                 return f"error: creating server: Internal - {'; '.join(errors)}"
             for error in errors:
                 log.error("%s", error)
+        await self._look_for_gpus()
         try:
             await self._models.start(self._control.report)
         except InferError as error:
@@ -223,6 +225,13 @@ class Server:
                 "can be loaded)"
             )
         return ""
+
+    async def _look_for_gpus(self) -> None:
+        status = await self._gpus.look()
+        if status.kind == "ok":
+            total = sum(device.total_memory for device in status.devices)
+            limit = region_memory_bytes(self._options.cuda_region_memory, total, "cuda-region-memory")
+            self._registry.quota.cuda_limit = limit
 
     async def _shut_down(self) -> bool:
         """Finish what was accepted, then end everything. False when that took longer than it may."""

@@ -146,6 +146,7 @@ class StatusDocument:
             "regions": len(self._registry),
             "regions_per_uid": quota.max_regions,
             "region_descriptors_per_uid": quota.max_descriptors,
+            "cuda_memory_per_uid": quota.cuda_limit,
             "sessions_limit": self.sessions.limit if self.sessions else 0,
             "sessions": len(self.sessions) if self.sessions else 0,
         }

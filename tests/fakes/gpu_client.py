@@ -46,6 +46,12 @@ class GpuClient:
                 "workers": list(prepared.workers),
             }
 
+    def alloc(self, name: str, byte_size: int) -> None:
+        self.regions[name] = self.client.alloc_cuda(name, byte_size, self.devices[0].uuid)
+
+    def unregister(self, name: str) -> None:
+        self.client.unregister(name)
+
     def register_nonsense(self, handle: bytes) -> None:
         memory = CudaMemory(
             kind=LEGACY,

@@ -55,14 +55,14 @@ MODELS = {
 }
 
 
-def serve(env: CudaEnv, tmp_path: Path, **texts: str) -> Broker:
+def serve(env: CudaEnv, tmp_path: Path, *more: str, **texts: str) -> Broker:
     repository = tmp_path / "repository"
     for name, text in texts.items():
         models.write_model(repository, name, config=MODEL + text)
         (repository / name / "backend.py").write_text(MIRROR)
     models.write_model(repository, "plain", models.identity(), config="max_batch_size: 4")
     (tmp_path / "run").mkdir()
-    flags = ("--model-control-mode=explicit", "--load-model=*", "--exit-on-error=false")
+    flags = ("--model-control-mode=explicit", "--load-model=*", "--exit-on-error=false", *more)
     return Broker(repository, tmp_path / "run", *flags, before=lambda: os.environ.update(env.environ))
 
 
@@ -83,6 +83,7 @@ def test_instances_run_in_the_workers_of_their_gpus(broker: Broker, cuda_sim: Cu
     assert [gpu["ordinal"] for gpu in gpus] == [0, 1]
     assert tuple(gpu["uuid"] for gpu in gpus) == cuda_sim.with_settings(CUSIM_DEVICES=2).devices()
     assert all("SIMULATED" in gpu["name"] for gpu in gpus)
+    assert status["quotas"]["cuda_memory_per_uid"] == sum(gpu["total_memory"] for gpu in gpus) > 0
     served = {row["name"]: row["workers"] for row in status["models"] if row["state"] == "READY"}
     assert served == {
         "auto": ["gpu0/mirror", "gpu1/mirror"],
@@ -171,3 +172,15 @@ def test_what_cannot_be_opened_is_not_registered(application: Child, handle: byt
     assert caught.value.code == "INVALID_ARG"
     assert application.call("names") == ["0", "1"]
     assert application.call("ask", "auto", 0, 1.0)["result"] == 1.0
+
+
+def test_one_user_registers_so_much_and_no_more(cuda_sim: CudaEnv, tmp_path: Path) -> None:
+    with serve(cuda_sim, tmp_path, "--cuda-region-memory=100K", auto="") as broker:
+        broker.ready()
+        with Child(cuda_sim, "tests.fakes.gpu_client:GpuClient", str(broker.directory)) as child:
+            assert child.call("ask", "auto", 0, 1.0)["result"] == 1.0
+            with pytest.raises(InferError, match="--cuda-region-memory") as caught:
+                child.call("alloc", "more", 64 << 10)
+            assert caught.value.code == "UNAVAILABLE"
+            child.call("unregister", "0")
+            child.call("alloc", "more", 64 << 10)

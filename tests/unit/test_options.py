@@ -108,6 +108,7 @@ def test_flags_without_effect_are_named_once_each():
         (["--log-format=xml"], "invalid argument for --log-format, got: xml"),
         (["--model-control-mode=magic"], "invalid argument for --model-control-mode: magic"),
         (["--region-memory=lots"], "invalid value for --region-memory: lots"),
+        (["--cuda-region-memory=much"], "invalid value for --cuda-region-memory: much"),
         (["--region-memory=101%"], "invalid value for --region-memory: 101%"),
     ],
 )
