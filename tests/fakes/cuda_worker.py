@@ -104,6 +104,10 @@ class Asked(Pending):
         return self.entries[-1][7]
 
     @property
+    def queued_ns(self) -> int:
+        return self.entries[-1][3]
+
+    @property
     def note(self) -> bytes:
         return self.notes[-1]
 

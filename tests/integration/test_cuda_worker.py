@@ -72,6 +72,50 @@ def test_a_request_on_gpu_memory_runs_in_place(
             assert steady == {**doubles, "cuEventRecord": 10, "cuEventSynchronize": 10}
 
 
+IDLE = """
+from broker.worker.cuda.staging import Scratch
+from broker.worker.cuda.streams import Lane
+from shm.cuda.driver import find_device
+
+def load(context):
+    return Model(find_device(context.device, "this test"))
+
+class Model:
+    def __init__(self, device):
+        self.lane, self.scratch = Lane(device), Scratch(device.ordinal)
+
+    def bind(self, inputs, outputs):
+        return self
+
+    def run(self):
+        self.lane.enter()
+
+    def results(self):
+        return []
+
+    def close(self):
+        self.lane.close()
+"""
+
+
+def test_a_lone_short_request_runs_at_once(tmp_path: Path, gpu: LoneWorker, application: Child) -> None:
+    """It has not waited in a queue then. (A loaded machine may make it look long for a while.)"""
+    (tmp_path / "1").mkdir()
+    (tmp_path / "backend.py").write_text(IDLE)
+    given, made = (TensorConfig(name=name, datatype="FP32", dims=(4,)) for name in ("INPUT0", "OUTPUT0"))
+    config = config_of(tmp_path, [given], [made])
+    block = gpu.load(config)
+    with Caller(gpu) as caller:
+        memory = GpuMemory(gpu, application)
+        places = spec("INPUT0", (4,)), spec("OUTPUT0", (4,), offset=1024)
+        plan = caller.attach().plan(config, [(memory, places[0])], [(memory, places[1])])
+        assert caller.infer(plan).queued_ns > 0, "nobody knew that it is short"
+        eventually(lambda: caller.infer(plan).queued_ns == 0, "one runs at once")
+        assert copied(block) == {}
+        gpu.retire_region(memory)
+        assert caller.refused(plan)[0] is Code.NOT_FOUND
+
+
 def test_host_memory_is_pinned_once_and_copied_to_the_gpu(tmp_path: Path, cuda_env: CudaEnv, gpu: LoneWorker) -> None:
     config = adder(tmp_path)
     block = gpu.load(config)
