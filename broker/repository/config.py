@@ -207,6 +207,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InferError(Code.UNAVAILABLE, f"{path} {CHANGED}: load the model again")
 
     @property
+    def max_queue_bytes(self) -> int:
+        """How many bytes the inputs of requests that wait may have together; 0: any number."""
+        return int(self.parameters.get("max_queue_bytes") or 0)
+
+    @property
     def hang_timeout_s(self) -> float:
         """0.0 means: the default, derived from measured runs."""
         try:

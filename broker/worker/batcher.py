@@ -170,12 +170,11 @@ class DynamicBatcher:
 
     def add(self, request: Request, now: int) -> Verdict | None:
         """Queue in the request's priority level (0 or out of range: the default level). FULL where that is full."""
-        number = request.priority if 1 <= request.priority <= len(self._levels) else self._default_level
-        level = self._levels[number - 1]
+        level = self._level_of(request)
         most = level.policy.max_queue_size
         if most and level.size >= most:
             if level.policy.drop_oldest:
-                self._drop(level, now)
+                self._drop(level, now, f"the queue is full at {most} (max_queue_size, drop_oldest)")
             elif not self._make_room(level, request, now):
                 return FULL
         level.add(request, now)
@@ -184,17 +183,21 @@ class DynamicBatcher:
             self._look()
         return None
 
-    def _drop(self, level: _Level, now: int) -> None:
+    def let_oldest_go(self, request: Request, now: int) -> Request | None:
+        """The queue has too many bytes for `request`: what goes for it (`drop_oldest`); None: nothing does."""
+        level = self._level_of(request)
+        if not (level.policy.drop_oldest and level.size):
+            return None
+        return self._drop(level, now, "too many bytes wait (max_queue_bytes, drop_oldest)")
+
+    def _drop(self, level: _Level, now: int, why: str) -> Request:
         """A full queue lets go the oldest of the client that fills it most."""
         oldest = (level.delayed or level.line).oldest_of_the_greediest()
         level.remove(oldest)
         self._waiting -= 1
-        self._dropped[oldest] = (
-            Code.UNAVAILABLE,
-            f"a newer request took its place: the queue is full at {level.policy.max_queue_size} (max_queue_size,"
-            " drop_oldest)",
-        )
+        self._dropped[oldest] = (Code.UNAVAILABLE, f"a newer request took its place: {why}")
         self.late_at = max(1, now)
+        return oldest
 
     def _make_room(self, level: _Level, request: Request, now: int) -> bool:
         """A full queue keeps no client out that has less in it than others: the newest of the greediest is refused."""
@@ -311,6 +314,10 @@ class DynamicBatcher:
         self._waiting -= 1
         return True
 
+    def _level_of(self, request: Request) -> _Level:
+        number = request.priority if 1 <= request.priority <= len(self._levels) else self._default_level
+        return self._levels[number - 1]
+
     def _lines(self) -> Sequence[FairLine]:
         if self._single is not None:
             return self._single
@@ -339,7 +346,8 @@ def queue_for(config: ModelConfig, instances: int) -> Queue:
     if batching is None:
         return SingleQueue()
     hold = scheduler_delay()
-    if config.max_batch_size <= 1 and not (hold or batching.priority_levels or _limits(policies(batching))):
+    limited = config.max_queue_bytes or _limits(policies(batching))
+    if config.max_batch_size <= 1 and not (hold or batching.priority_levels or limited):
         return SingleQueue()
     return DynamicBatcher(config.max_batch_size, batching, hold)
 
@@ -364,4 +372,4 @@ def has_timeouts(config: ModelConfig) -> bool:
     batching = config.dynamic_batching
     if batching is None:
         return config.sequence_batching is not None
-    return _limits(policies(batching))
+    return bool(config.max_queue_bytes) or _limits(policies(batching))

@@ -23,6 +23,7 @@ from broker.worker.batcher import SingleQueue, has_timeouts, queue_for, schedule
 from broker.worker.buffers import BatchBuffers, aligned_buffer
 from broker.worker.counting import Counted
 from broker.worker.in_order import InOrder
+from broker.worker.queue_bytes import bounded
 from broker.worker.queues import Queue
 from broker.worker.rate_limiter import Claim
 from broker.worker.reshape import reshapes
@@ -183,6 +184,7 @@ class LoadedModel:
         batching = config.dynamic_batching
         self.timed = has_timeouts(config)
         self.alone = isinstance(self.queue, SingleQueue)  # every request runs alone
+        self.queue = bounded(self.queue, config)
         # Does a lone request go as soon as an instance is free?
         self.immediate = batching is None or not batching.max_queue_delay_microseconds
         self.answers = config.ensemble is not None  # without an instance of its own; see also `keep_answers`

@@ -31,14 +31,17 @@ Row = Request | None  # None: an empty slot of a sequence batch, which the model
 class Queue(Protocol):
     """One per loaded model version. Times are CLOCK_MONOTONIC in ns."""
 
-    pinned: bool
-    """May `take` have work for one free instance and none for another? Then it is asked for each."""
+    @property
+    def pinned(self) -> bool:
+        """May `take` have work for one free instance and none for another? Then it is asked for each."""
 
-    late_at: int
-    """When `late` will have something to let go if nothing happens before; 0: never."""
+    @property
+    def late_at(self) -> int:
+        """When `late` will have something to let go if nothing happens before; 0: never."""
 
-    closed_by: int
-    """Why the batch that `take` gave last was closed: FULL, PREFERRED, DELAY or IDLE of `shm.statistics`."""
+    @property
+    def closed_by(self) -> int:
+        """Why the batch that `take` gave last was closed: FULL, PREFERRED, DELAY or IDLE of `shm.statistics`."""
 
     def __len__(self) -> int:
         """Requests that wait here."""

@@ -31,6 +31,7 @@ def parameter(name: str, value: str) -> str:
         ("enable_mem_arena", "2", "model parameter 'enable_mem_arena' must be 0 or 1, got '2'"),
         ("retry", "maybe", "parameter retry 'maybe' must be one of: true, 1, yes, false, 0, no"),
         ("worker_group", "a b", "parameter worker_group 'a b' must have 1 to 64 letters, digits, _ . -"),
+        ("max_queue_bytes", "2GB", "parameter max_queue_bytes '2GB' must be a number of bytes, 0 for no limit"),
         ("drop_oldest", "often", "parameter drop_oldest 'often' must be true or false"),
         ("gpu_mem_limit", "2GB", "model parameter 'gpu_mem_limit' must be a number of bytes, got '2GB'"),
         (
@@ -55,6 +56,7 @@ def test_values_that_parameters_may_have(tmp_path):
         "retry": "NO",
         "worker_group": "a.b-c",
         "drop_oldest": "True",
+        "max_queue_bytes": "67108864",
         "arena_extend_strategy": "kSameAsRequested",
         "cudnn_conv_algo_search": "2",
         "of_nobody": "anything",
@@ -74,6 +76,7 @@ def test_values_that_parameters_may_have(tmp_path):
         ("zero_copy", "zero_copy_inputs"),
         ("gpu_memory_limit", "gpu_mem_limit"),
         ("Drop_Oldest", "drop_oldest"),
+        ("max_queue_byte", "max_queue_bytes"),
     ],
 )
 def test_misspelt_names_of_parameters(tmp_path, capsys, name, meant):
@@ -81,6 +84,15 @@ def test_misspelt_names_of_parameters(tmp_path, capsys, name, meant):
     assert check_repositories([str(tmp_path)], strict=False) == 0
     says = f"m: parameter '{name}' has no meaning to the broker: did you mean '{meant}'?"
     assert says in capsys.readouterr().out.splitlines()
+
+
+def test_where_a_limit_on_bytes_cannot_be(tmp_path):
+    limit = "max_batch_size: 4\n" + parameter("max_queue_bytes", "100")
+    reason = reason_of(tmp_path, models.add1(), f"{limit}sequence_batching {{ }}")
+    assert reason.startswith(
+        "parameter max_queue_bytes cannot be combined with sequence_batching for m: a step that is refused would be"
+        " missing"
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from broker.repository.loader.grants import PARAMETER as ZERO_COPY_INPUTS
 
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}"
 _WORKER_GROUP = re.compile(f"{_NAME}(,{_NAME})*")
+MAX_QUEUE_BYTES = "max_queue_bytes"
 _SHORTEST = 6  # letters of a name that is taken for the beginning of ours
 
 
@@ -47,6 +48,11 @@ def _seconds(text: str) -> str:
     except ValueError:
         is_one = False
     return "" if is_one else f"model parameter 'hang_timeout_s' must be a number of seconds, got '{text}'"
+
+
+def _max_queue_bytes(text: str) -> str:
+    is_one = not text or (text.isascii() and text.isdigit() and len(text) < 16)
+    return "" if is_one else f"parameter {MAX_QUEUE_BYTES} {text!r} must be a number of bytes, 0 for no limit"
 
 
 def _threads(name: str) -> Callable[[str], str]:
@@ -94,6 +100,7 @@ _RULES: dict[str, Callable[[str], str]] = {
     "worker_group": _worker_group,
     "retry": _retry,
     DROP_OLDEST: _drop_oldest,
+    MAX_QUEUE_BYTES: _max_queue_bytes,
     "hang_timeout_s": _seconds,
     ZERO_COPY_INPUTS: lambda text: "",  # `grants` knows the inputs
 }
@@ -117,9 +124,21 @@ def check_parameters(config: model_config_pb2.ModelConfig) -> list[str]:
         if name in rules:
             if problem := rules[name](parameter.string_value):
                 raise ModelError(problem)
+            _check_queue(config, name, parameter.string_value)
         elif meant := _meant(name, list(rules)):
             notes.append(f"parameter '{name}' has no meaning to the broker: did you mean '{meant}'?")
     return notes
+
+
+def _check_queue(config: model_config_pb2.ModelConfig, name: str, text: str) -> None:
+    if name != MAX_QUEUE_BYTES or not text.strip("0"):
+        return
+    for field in ("sequence_batching", "ensemble_scheduling"):
+        if config.HasField(field):
+            raise ModelError(
+                f"parameter {MAX_QUEUE_BYTES} cannot be combined with {field} for {config.name}: "
+                + ("a step that is refused would be missing" if field[0] == "s" else "its requests wait in its members")
+            )
 
 
 def _meant(name: str, known: list[str]) -> str:

@@ -1,0 +1,162 @@
+"""A queue whose waiting requests have inputs of so many bytes at most (model parameter `max_queue_bytes`).
+
+`bounded` puts it around the queue of a model that has the parameter; requests that run at once never come here. What is
+refused has Triton's text for a full queue; native clients are told when to try again, as far as what has run says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, final
+
+from broker.repository.config import ModelConfig
+from broker.worker.batcher import FULL, DynamicBatcher
+from broker.worker.queues import Queue, Row
+from shm.admission import Request, Verdict
+
+MEASURED = 4  # batches at least before the pace says anything
+_MS = 1_000_000
+
+
+class _Tensor(Protocol):
+    """Of a plan: what is asked of `broker.worker.plans.PlacedTensor`."""
+
+    row_bytes: int
+    place: Any
+
+
+def bounded(queue: Queue, config: ModelConfig) -> Queue:
+    """`queue` itself where nothing is asked for."""
+    most = config.max_queue_bytes
+    return ByteBound(queue, most) if most else queue
+
+
+def input_bytes(request: Request) -> int:
+    """How many bytes its inputs have."""
+    tensors: Sequence[_Tensor] = () if request.plan is None else request.plan.inputs  # type: ignore[attr-defined]
+    rows = request.rows
+    return sum(rows * t.row_bytes if rows and t.row_bytes else int(t.place.byte_size) for t in tensors)
+
+
+@final
+class ByteBound:
+    """One request is always let in where nothing waits, so that none is too large for ever.
+
+    Where the queue inside has `drop_oldest`, the oldest go for a new one.
+    """
+
+    __slots__ = ("_began", "_inside", "_most", "_pace", "_sizes", "_total")
+
+    def __init__(self, inside: Queue, most: int) -> None:
+        self._inside = inside
+        self._most = most
+        self._sizes: dict[Request, int] = {}  # of what waits
+        self._total = 0
+        self._pace = _Pace()
+        self._began = 0  # when the batch before was taken, while something has waited ever since
+
+    def __len__(self) -> int:
+        return len(self._inside)
+
+    @property
+    def pinned(self) -> bool:
+        """As inside."""
+        return self._inside.pinned
+
+    @property
+    def late_at(self) -> int:
+        """As inside."""
+        return self._inside.late_at
+
+    @property
+    def closed_by(self) -> int:
+        """As inside."""
+        return self._inside.closed_by
+
+    def add(self, request: Request, now: int) -> Verdict | None:
+        """FULL, where it would be too much together with what waits; else what the queue inside says."""
+        size = input_bytes(request)
+        while self._sizes and self._total + size > self._most:
+            inside = self._inside
+            gone = inside.let_oldest_go(request, now) if isinstance(inside, DynamicBatcher) else None
+            if gone is None:
+                return self._full(request, size)
+            self._left((gone,))
+        verdict = self._inside.add(request, now)
+        if verdict is None:
+            if not self._sizes:
+                self._began = 0
+            self._sizes[request] = size
+            self._total += size
+        return verdict
+
+    def _full(self, request: Request, size: int) -> Verdict:
+        if request.plan is None or not request.plan.owner:
+            return FULL  # for Triton's clients, its own text
+        code, text = FULL
+        text += f": the inputs that wait have {self._total} bytes, these {size}, max_queue_bytes is {self._most}"
+        wait = self._pace.time_for(min(self._total, self._total + size - self._most))
+        return code, text + (f"; try again in {max(1, round(wait / _MS))} ms" if wait else "")
+
+    def take(self, now: int, instance: int = 0, most: int = 0) -> Sequence[Row]:
+        """As inside."""
+        rows = self._inside.take(now, instance, most)
+        if rows:
+            size = self._left(rows)
+            if self._began:
+                self._pace.saw(size, now - self._began)
+            self._began = now if self._sizes else 0
+        return rows
+
+    def _left(self, rows: Sequence[Row]) -> int:
+        size = sum(self._sizes.pop(row, 0) for row in rows if row is not None)
+        self._total -= size
+        return size
+
+    def wants(self, now: int, instance: int = 0) -> bool:
+        """As inside."""
+        return self._inside.wants(now, instance)
+
+    def due(self) -> int:
+        """As inside."""
+        return self._inside.due()
+
+    def done(self, instance: int, batch: Sequence[Row]) -> int:
+        """As inside."""
+        return self._inside.done(instance, batch)
+
+    def remove(self, request: Request) -> bool:
+        """As inside."""
+        found = self._inside.remove(request)
+        if found:
+            self._left((request,))
+        return found
+
+    def late(self, now: int) -> list[tuple[Request, Verdict]]:
+        """As inside."""
+        late = self._inside.late(now)
+        self._left([request for request, _ in late])
+        return late
+
+
+@final
+class _Pace:
+    """How fast bytes have left a queue that was never empty in between, the latest batches counting most."""
+
+    __slots__ = ("_bytes", "_count", "_ns")
+
+    def __init__(self) -> None:
+        self._bytes = self._ns = 0.0
+        self._count = 0
+
+    def saw(self, size: int, ns: int) -> None:
+        """`size` bytes left `ns` after those before."""
+        self._bytes += (size - self._bytes) / 8
+        self._ns += (ns - self._ns) / 8
+        self._count += 1
+
+    def time_for(self, size: int) -> int:
+        """ns until `size` bytes have left, at that pace; 0: nobody knows."""
+        if self._count < MEASURED or self._bytes <= 0:
+            return 0
+        return int(self._ns * size / self._bytes)
