@@ -6,6 +6,7 @@ The models are of a backend of their own, which computes on the CPU wherever its
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ def test_neither_broker_nor_zygote_loads_the_driver(broker: Broker) -> None:
 
 def test_a_worker_of_a_gpu_that_dies_comes_back_to_it(broker: Broker) -> None:
     worker = rows(broker, "workers", "key")["gpu1/mirror"]
-    os.kill(worker["pid"], 9)
+    os.kill(worker["pid"], signal.SIGKILL)
     with clientlib.connect(f"ipc://{broker.directory}") as client:
         x = np.ones((1, 4), np.float32)
         assert (client.infer("second", {"INPUT0": x}, timeout=30)["OUTPUT0"] == x).all()
@@ -184,3 +185,11 @@ def test_one_user_registers_so_much_and_no_more(cuda_sim: CudaEnv, tmp_path: Pat
             assert caught.value.code == "UNAVAILABLE"
             child.call("unregister", "0")
             child.call("alloc", "more", 64 << 10)
+
+
+def test_a_replacement_opens_clients_memory_again(broker: Broker, application: Child) -> None:
+    assert application.call("ask", "second", 1, 1.0)["result"] == 1.0
+    for value in (2.0, 3.0):
+        os.kill(rows(broker, "workers", "key")["gpu1/mirror"]["pid"], signal.SIGKILL)
+        assert application.call("ask", "second", 1, value)["result"] == value
+        eventually(lambda: rows(broker, "workers", "key")["gpu1/mirror"]["state"] == "ready")
