@@ -144,30 +144,40 @@ def deliver(
     for tensor, given in zip(tensors, arrays, strict=True):
         array = _checked(model, tensor, given)
         data = serialized(tensor, array)
-        if not (tensor.open and tensor.make_room(data.size)) and data.size > tensor.place.byte_size:
-            raise InferError(
-                Code.INVALID_ARG,
-                f"shared memory size specified with the request for output '{tensor.name}' ({tensor.place.byte_size}"
-                f" bytes) should be at least {data.size} bytes to hold the results",
-            )
-        shape = client_shape(model, tensor, array)
-        if tensor.open:
-            if tensor.seen != (request.rows, shape):
-                check_shape(model, tensor.name, shape, request.rows)
-                tensor.seen = request.rows, shape
-            note.extend((len(shape), *shape))
-        elif shape != tensor.shape_of(request.rows):
-            raise InferError(
-                Code.INVALID_ARG,
-                f"output '{tensor.name}' has shape {datatypes.shape_text(shape)}, the plan says"
-                f" {datatypes.shape_text(tensor.shape_of(request.rows))}: leave the dimension open (-1) and give it"
-                " room by byte_size",
-            )
+        note.extend(place_for(model, request, tensor, client_shape(model, tensor, array), data.size))
         moves.append((tensor.memory(request.output_position)[: data.size], data))
     for target, data in moves:
         target[:] = data
     request.note = struct.pack(f"<{len(note)}Q", *note)
     return sum(data.size for _, data in moves)
+
+
+def place_for(
+    model: LoadedModel, request: Request, tensor: PlacedTensor, shape: tuple[int, ...], byte_size: int
+) -> tuple[int, ...]:
+    """Does a result of `byte_size` bytes fit where the plan wants it? `shape`: the client's.
+
+    Returns what the request's note is to say of it: rank and shape of an open output. Raises InferError.
+    """
+    if not (tensor.open and tensor.make_room(byte_size)) and byte_size > tensor.place.byte_size:
+        raise InferError(
+            Code.INVALID_ARG,
+            f"shared memory size specified with the request for output '{tensor.name}' ({tensor.place.byte_size}"
+            f" bytes) should be at least {byte_size} bytes to hold the results",
+        )
+    if tensor.open:
+        if tensor.seen != (request.rows, shape):
+            check_shape(model, tensor.name, shape, request.rows)
+            tensor.seen = request.rows, shape
+        return len(shape), *shape
+    if shape != tensor.shape_of(request.rows):
+        raise InferError(
+            Code.INVALID_ARG,
+            f"output '{tensor.name}' has shape {datatypes.shape_text(shape)}, the plan says"
+            f" {datatypes.shape_text(tensor.shape_of(request.rows))}: leave the dimension open (-1) and give it"
+            " room by byte_size",
+        )
+    return ()
 
 
 def client_shape(model: LoadedModel, tensor: PlacedTensor, array: npt.NDArray[np.generic]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, cast, final
 
 from broker.worker.backends import GpuBinding, OnGpu, Operand
-from broker.worker.binding import check_shape
+from broker.worker.binding import place_for
 from broker.worker.cuda.in_place import measured
 from broker.worker.cuda.staging import DeviceBuffer
 from broker.worker.cuda.streams import Lane
@@ -365,22 +365,7 @@ def deliver(
     for tensor, (place, given) in zip(tensors, results, strict=True):
         reshape = model.reshapes.get(tensor.name)
         shape = given if reshape is None else reshape.to_client(tensor.name, given)
-        if not (tensor.open and tensor.make_room(place.size)) and place.size > tensor.place.byte_size:
-            raise InferError(
-                Code.INVALID_ARG,
-                f"shared memory size specified with the request for output '{tensor.name}' ({tensor.place.byte_size}"
-                f" bytes) should be at least {place.size} bytes to hold the results",
-            )
-        if tensor.open:
-            check_shape(model, tensor.name, shape, request.rows)
-            note.extend((len(shape), *shape))
-        elif shape != tensor.shape_of(request.rows):
-            raise InferError(
-                Code.INVALID_ARG,
-                f"output '{tensor.name}' has shape {shape_text(shape)}, the plan says"
-                f" {shape_text(tensor.shape_of(request.rows))}: leave the dimension open (-1) and give it room by"
-                " byte_size",
-            )
+        note.extend(place_for(model, request, tensor, shape, place.size))
     copied = sum(_give(lane, tensor, request, place) for tensor, (place, _) in zip(tensors, results, strict=True))
     lane.finish()
     request.note = struct.pack(f"<{len(note)}Q", *note)
