@@ -326,3 +326,15 @@ def test_no_gpu_no_tensorrt() -> None:
     made = adder()
     with pytest.raises(InferError, match="TensorRT runs on GPUs only"):
         backend.load_with(double, Context(made, 1, made.versions[1], made.instance_group[0], "m_0"))
+
+
+def test_without_either_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "MODULES", ("nowhere_to_be_found", "nor_this"))
+    with pytest.raises(InferError) as raised:
+        backend.runtime_module()
+    assert raised.value.code == "UNAVAILABLE"
+    text = (
+        "TensorRT cannot be imported (nowhere_to_be_found: ModuleNotFoundError: No module named 'nowhere_to_be_found'; "
+    )
+    assert raised.value.message.startswith(text)
+    assert "pip install 'tensorbroker[tensorrt]'" in raised.value.message
