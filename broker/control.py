@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol, final
 
-from broker import gateway_answers
+from broker import gateway_answers, lease_answers
 from broker.channels import Channels
 from broker.gateway.options import LogOptions
 from broker.plans import ModelLookup, Plans
@@ -25,13 +25,14 @@ from shm import messages
 from shm.cuda.descriptor import VMM
 from shm.errors import Code, InferError
 from shm.gateway_messages import GetServer, Serving
+from shm.lease_messages import KeepLoaded, LetGo
 from shm.messages import PROTOCOL, Message, Request, Starting
 from shm.sockets import close_all
 
 log = logging.getLogger(__name__)
 
 
-class Models(gateway_answers.Models, ModelLookup, Protocol):
+class Models(gateway_answers.Models, lease_answers.Models, ModelLookup, Protocol):
     """What control messages need of the models."""
 
     async def load(self, model: str, parameters: int = -1) -> None:
@@ -133,6 +134,7 @@ class Control:
 
     async def end(self, peer: Peer) -> None:
         """Give back what a session holds: channels first, since nothing else is free while a worker is in them."""
+        lease_answers.end(self.models, peer.session)
         try:
             await self.channels.end(peer.session)
             self.plans.end(peer.session)
@@ -292,6 +294,18 @@ async def unload_model(control: Control, peer: Peer, request: messages.UnloadMod
     return Answer(messages.Done())
 
 
+async def keep_loaded(control: Control, peer: Peer, request: KeepLoaded) -> Answer:
+    """A lease; the load that it may need goes on if the client leaves, its lease does not."""
+    control.models.leases.take(peer.session, request.lease, request.model, request.version)
+    await _to_the_end(lease_answers.keep_loaded(control.models, peer, request))
+    return Answer(messages.Done())
+
+
+async def let_go(control: Control, peer: Peer, request: LetGo) -> Answer:
+    """A lease has ended."""
+    return await lease_answers.let_go(control.models, peer, request)
+
+
 async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
     """Wait for `work`, which is not cancelled with whoever waits."""
     task = asyncio.create_task(work)
@@ -320,4 +334,6 @@ _ANSWERS: dict[type[Message], Callable[[Control, Peer, Any], Awaitable[Answer]]]
     messages.GetStatistics: get_statistics,
     messages.GetStatus: get_status,
     messages.UnloadModel: unload_model,
+    KeepLoaded: keep_loaded,
+    LetGo: let_go,
 }

@@ -85,6 +85,17 @@ def ensembles_of(catalogue: Catalogue, member: str) -> list[str]:
     return found
 
 
+def all_ensembles_of(catalogue: Catalogue, member: str) -> set[str]:
+    """The same, and those that use these in turn."""
+    found: set[str] = set()
+    todo = [member]
+    while todo:
+        new = set(ensembles_of(catalogue, todo.pop())) - found
+        found |= new
+        todo += new
+    return found
+
+
 class Serving(Protocol):
     """As much of the catalogue as `retryable` needs."""
 

@@ -133,6 +133,12 @@ class Worker:
         """Of the current process."""
         return self._state.process.pid if self._state.process is not None else None
 
+    async def until_up(self) -> None:
+        """Returns when a process has all that it must have, or after LOAD_S: whoever asks it for more is told why."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOAD_S):
+                await self._state.up.wait()
+
     # --- what it must have -----------------------------------------------------------------------------------------
 
     async def load(self, config: ModelConfig, version: int, generation: int, blocks: tuple[int, ...]) -> None:

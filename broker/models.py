@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import weakref
-from collections.abc import Callable, Collection, Coroutine, Iterable
-from typing import Any, final
+from collections.abc import Callable, Collection, Iterable
+from typing import final
 
 from msgspec.structs import replace
 
 from broker import load_failures, polling
-from broker.catalogue import READY, UNAVAILABLE, UNLOADED, Catalogue, Model
+from broker.catalogue import UNLOADED, Catalogue, Model
 from broker.ensemble_members import as_members_are, ensembles_of, members_first, misfit
 from broker.gpus import Gpus
+from broker.lease_rules import check_free, check_versions
+from broker.leases import Leases
 from broker.loading import results
-from broker.loads import Loads, cancel
+from broker.loads import Loads, Turns, Unawaited
+from broker.model_memory import ModelMemory
 from broker.overrides import Override, Overrides
 from broker.repository.config import CHANGED, LoadFailure, ModelConfig
 from broker.repository.ensembles import members
 from broker.repository.protocol import LoadRequest, Plan
-from broker.repository.scan import check_model_name, check_traversal, scan
+from broker.repository.scan import check_model_name, check_traversal
 from broker.repository.scheduling import Ensemble
+from broker.repository_index import repository_index
 from broker.version_life import LOADS, VersionLife
 from broker.workers import Workers
 from shm.errors import Code, InferError
@@ -36,7 +39,6 @@ NOT_EXPLICIT = (
     "explicit model load / unload is not allowed if polling is enabled: start the broker with "
     "--model-control-mode=explicit"
 )
-IN_SEVERAL = "model appears in two or more repositories"
 POLL_LOADS_S = 5.0  # of loads that a look brought about; then the next look is taken while they go on
 
 _log = logging.getLogger(__name__)
@@ -50,12 +52,11 @@ class Models(Catalogue):
     `control_mode` "none": all are loaded at start and nothing changes later; "poll": besides, `keep_polling` does what
     the repositories' changes ask for; "explicit": those in `startup_models` are loaded ("*": all), and `load` and
     `unload` work. `directory`: where files that come with a load may be written. `loads`, `retries`: see VersionLife.
+    `memory_limit`: see ModelMemory.
     """
 
     __slots__ = (
-        "_again",
         "_ensembles",
-        "_explicit",
         "_gpus",
         "_life",
         "_loads",
@@ -64,8 +65,12 @@ class Models(Catalogue):
         "_request",
         "_startup",
         "_turns",
+        "_unawaited",
         "_waiting",
         "_workers",
+        "explicit",
+        "leases",
+        "memory",
     )
 
     def __init__(
@@ -79,20 +84,22 @@ class Models(Catalogue):
         loads: int = LOADS,
         retries: int = 0,
         gpus: Gpus | None = None,
+        memory_limit: int = 0,
     ) -> None:
         super().__init__(workers.blocks)
         self._gpus = gpus
         self._workers = workers
         self._request = request
-        self._explicit = control_mode == "explicit"
-        self._startup = startup_models if self._explicit else ("*",)
+        self.explicit = control_mode == "explicit"
+        self._startup = startup_models if self.explicit else ("*",)
         self._overrides = Overrides(directory)
-        self._life = VersionLife(workers, self, self._overrides, loads=loads, retries=retries)
+        self.leases = Leases()
+        self._turns = Turns()
+        self.memory = ModelMemory(self, workers.blocks, self.leases, memory_limit, self._unload_all, self._turns.taken)
+        self._life = VersionLife(workers, self, self._overrides, self.memory, loads=loads, retries=retries)
         self._loads = Loads()
-        # Loads and unloads of one model take turns, also of names that there is no model of.
-        self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._waiting: dict[str, asyncio.Task[None]] = {}  # loads that have not looked at the files yet
-        self._again: set[asyncio.Task[None]] = set()
+        self._unawaited = Unawaited()
         # Those that are to serve whenever their members let them, as they were read.
         self._ensembles: dict[str, ModelConfig] = {}
         self._poll = polling.Poll(request.repositories, self._follow) if control_mode == "poll" else None
@@ -100,7 +107,7 @@ class Models(Catalogue):
 
     async def stop(self) -> None:
         """End the loads that are under way; none begins any more."""
-        await cancel(tuple(self._again))
+        await self._unawaited.stop()
         await self._loads.stop()
 
     def close(self) -> None:
@@ -133,7 +140,7 @@ class Models(Catalogue):
         for name in changes.deleted:
             await self._unload_all(name)
         if changes.changed:
-            loads = self._follow_up(self._load_many(changes.changed, lambda done, total: None))
+            loads = self._unawaited.begin(self._load_many(changes.changed, lambda done, total: None))
             await asyncio.wait((loads,), timeout=POLL_LOADS_S)
 
     async def _load_many(self, names: Iterable[str], report: _Report) -> None:
@@ -142,7 +149,7 @@ class Models(Catalogue):
         found, loads = dict[str, ModelConfig](), list[asyncio.Task[None]]()
 
         async def serve(config: ModelConfig) -> None:
-            async with self._turn(config.name):
+            async with self._turns.of(config.name):
                 await self._serve(config)
 
         async def load(config: ModelConfig) -> None:
@@ -214,15 +221,17 @@ class Models(Catalogue):
         """Stop serving all versions of a model; one that is not known is no error, as in Triton.
 
         Returns when no new request is taken; those accepted are finished meanwhile. `dependents`: members of an
-        ensemble too, unless another one that is loaded needs them.
+        ensemble too, unless another one that is loaded needs them, or a lease. Raises InferError UNAVAILABLE where a
+        lease keeps `model` itself.
         """
         self._need_explicit()
+        check_free(self, self.leases, model)
         await self._loads.end(model)
         config = self.serving(model)
-        problems = await self._unload_all(model)
+        problems = await self._unload_all(model, asked=True)
         if dependents and config is not None and config.ensemble is not None:
             for member in members(config.ensemble):
-                if not ensembles_of(self, member):
+                if not ensembles_of(self, member) and not self.leases.refusal(member):
                     await self.unload(member, dependents=True)
         if problems:
             versions = ",".join(map(str, sorted(problems)))
@@ -240,8 +249,9 @@ class Models(Catalogue):
         await self._loads.run(model, self._load_now(model, override, above))
 
     async def _load_now(self, model: str, override: Override, above: tuple[str, ...]) -> None:
+        served = self.serving(model) is not None
         try:
-            async with self._turn(model):
+            async with self._turns.of(model):
                 if override == Override():
                     self._waiting.pop(model, None)
                 config = await self._read(model, override)
@@ -250,12 +260,14 @@ class Models(Catalogue):
             if config.ensemble is not None:
                 # Nobody's turn is held meanwhile: ensembles that are members of each other would wait for ever.
                 await self._load_members(config.ensemble, (*above, model))
-                async with self._turn(model):
+                async with self._turns.of(model):
                     config = await self._read(model, override)
                     failures = await self._serve(config, override.repository)
         except BaseException:
             await asyncio.to_thread(self._overrides.discard, override.repository)
             raise
+        if not served and self.serving(model) is not None:
+            self.memory.demanded(model)
         await self._changed(model)
         if not config.versions:
             raise InferError(Code.INTERNAL, f"failed to load '{model}', no version is available")
@@ -284,6 +296,7 @@ class Models(Catalogue):
                 self._failed(result)
             raise load_failures.refusal(result)
         assert isinstance(result, ModelConfig), "a result for every model"
+        check_versions(self, self.leases, result)
         return result
 
     # --- one model -------------------------------------------------------------------------------------------------
@@ -306,14 +319,22 @@ class Models(Catalogue):
         await self._life.tidy(model.versions, files)
         return dict.fromkeys(config.versions, problem)
 
-    async def _unload_all(self, name: str, reason: str = "") -> dict[int, str]:
-        """Returns why versions could not be unloaded. `reason`: an ensemble goes for it until its members are back."""
+    async def _unload_all(
+        self, name: str, reason: str = "", *, asked: bool = False, comes_back: bool = False
+    ) -> dict[int, str]:
+        """Returns why versions could not be unloaded. `asked`: then leases are respected.
+
+        `comes_back`: an ensemble goes until its members are back, for `reason`.
+        """
         model = self.known.get(name)
         if model is None:
             return {}
-        async with self._turn(name):
-            if not reason:
+        async with self._turns.of(name):
+            if asked:
+                check_free(self, self.leases, name)
+            if not comes_back:
                 self._ensembles.pop(name, None)
+                self.memory.forget(name)
             model.failure = ""
             reason = f"{UNLOADED}: {reason}" if reason else UNLOADED
             problems = await self._life.unload(name, model.versions, reason)
@@ -336,9 +357,9 @@ class Models(Catalogue):
                 continue
             if problem := misfit(self, config):
                 if self.serving(name) is not None:
-                    await self._unload_all(name, problem)
+                    await self._unload_all(name, problem, comes_back=True)
                 continue
-            async with self._turn(name):
+            async with self._turns.of(name):
                 if self._ensembles.get(name) is not config:
                     continue
                 model = self.known.setdefault(name, Model())
@@ -347,14 +368,8 @@ class Models(Catalogue):
                 await self._life.serve(as_members_are(self, config), files)
             await self._changed(name, but)
 
-    def _turn(self, name: str) -> asyncio.Lock:
-        lock = self._turns.get(name)
-        if lock is None:
-            lock = self._turns[name] = asyncio.Lock()
-        return lock
-
     def _need_explicit(self) -> None:
-        if not self._explicit:
+        if not self.explicit:
             raise InferError(Code.UNAVAILABLE, NOT_EXPLICIT)
 
     def _failed(self, failure: LoadFailure) -> None:
@@ -369,29 +384,8 @@ class Models(Catalogue):
         _log.error("failed to load '%s' version %d: %s", model, number, reason)
         # What served and cannot be had again, because its files have changed: what is there now is.
         again = CHANGED in reason
-        self._follow_up(self._load_many((model,), lambda done, total: None) if again else self._changed(model))
-
-    def _follow_up(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(self._told(work), name="loads that nobody waits for")
-        self._again.add(task)
-        task.add_done_callback(self._again.discard)
-        return task
-
-    async def _told(self, work: Coroutine[Any, Any, None]) -> None:
-        try:
-            await work
-        except InferError as error:
-            _log.error("%s", error.message)
-        except Exception:
-            _log.exception("a load failed by a defect of the broker")
+        self._unawaited.begin(self._load_many((model,), lambda done, total: None) if again else self._changed(model))
 
     async def index(self, *, ready: bool = False) -> list[IndexEntry]:
-        """Triton's repository index: what was ever loaded by version, the rest of the repositories by name."""
-        found = await asyncio.to_thread(scan, self._request.repositories)
-        known = [IndexEntry(name=m.name, version=m.version, state=m.state, reason=m.reason) for m in self.all()]
-        if ready:
-            return [entry for entry in known if entry.state == READY]
-        twice = [IndexEntry(name=name, state=UNAVAILABLE, reason=IN_SEVERAL) for name in found.in_several]
-        known = [entry for entry in known if entry.version or entry.name not in found.in_several]
-        names = {*found.models, *found.failures} - {entry.name for entry in (*known, *twice)}
-        return sorted((*known, *twice, *(IndexEntry(name=name) for name in names)), key=lambda entry: entry.name)
+        """Triton's repository index. `ready`: only what is READY."""
+        return await repository_index(self, self._request.repositories, ready=ready)

@@ -75,6 +75,7 @@ class Options:
     directory: str | None
     region_memory: str
     cuda_region_memory: str
+    model_memory_limit: int
     model_load_deaths: int
     exit_timeout_secs: int
     exit_on_error: bool
@@ -114,6 +115,14 @@ def region_memory_bytes(text: str, available: int, flag: str = "region-memory") 
     return int(float(match[1]) * factor)
 
 
+def byte_size(name: str, text: str) -> int:
+    """A number of bytes with an optional K, M, G or T."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip(), re.IGNORECASE | re.ASCII)
+    if match is None:
+        raise UsageError(f"invalid value for --{name}: {text} (expected bytes, e.g. 8G)")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
 def parse_serve(arguments: Sequence[str]) -> Options:
     """The options of `serve`. Raises UsageError."""
     parsed = vars(_serve_parser().parse_args(arguments))
@@ -128,6 +137,7 @@ def parse_serve(arguments: Sequence[str]) -> Options:
         directory=given.text("directory", "") or None,
         region_memory=given.text("region-memory", "50%"),
         cuda_region_memory=given.text("cuda-region-memory", "100%"),
+        model_memory_limit=byte_size("model-memory-limit", given.text("model-memory-limit", "0")),
         model_load_deaths=given.integer("model-load-deaths", 5),
         exit_timeout_secs=max(0, given.integer("exit-timeout-secs", 30)),
         exit_on_error=given.flag("exit-on-error", True),
@@ -213,6 +223,8 @@ def _serve_parser() -> Parser:
     add("--cuda-region-memory", metavar="SIZE", action="append", dest="cuda-region-memory", help=text)
     text = "deaths of a worker in a row while it loads a model, after which it comes back without it (default 5)"
     add("--model-load-deaths", metavar="N", action="append", dest="model-load-deaths", help=text)
+    text = "memory that models may take: bytes (8G); those that clients had loaded go for others (default 0: no limit)"
+    add("--model-memory-limit", metavar="BYTES", action="append", dest="model-memory-limit", help=text)
     text = "gateway processes for HTTP, gRPC, ZeroMQ and metrics (default 1; 0: none, local clients only)"
     add("--gateways", metavar="N", action="append", help=text)
     text = "bytes of a gRPC message, compressed or not (default 268435456)"

@@ -87,6 +87,7 @@ class Server:
             loads=options.model_load_threads,
             retries=options.model_load_retries,
             gpus=self._gpus,
+            memory_limit=options.model_memory_limit,
         )
         quota = _quota(options)
         self._registry = Registry(quota)

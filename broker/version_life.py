@@ -10,10 +10,13 @@ import contextlib
 import itertools
 import logging
 import time
+from collections.abc import Awaitable, Iterator
 from typing import final
 
 from broker.catalogue import LOADING, READY, UNAVAILABLE, UNLOADED, UNLOADING, Catalogue, Version
 from broker.logical_worker import Worker
+from broker.model_memory import ModelMemory
+from broker.model_sizes import resident
 from broker.overrides import Overrides
 from broker.repository.config import ModelConfig
 from broker.repository.placement import placed
@@ -30,14 +33,31 @@ _log = logging.getLogger(__name__)
 class VersionLife:
     """`loads`: how many versions load at a time. `retries`: how often more than once each is tried."""
 
-    __slots__ = ("_catalogue", "_draining", "_generations", "_may_load", "_overrides", "_retries", "_workers")
+    __slots__ = (
+        "_catalogue",
+        "_draining",
+        "_generations",
+        "_may_load",
+        "_memory",
+        "_overrides",
+        "_retries",
+        "_workers",
+    )
 
     def __init__(
-        self, workers: Workers, catalogue: Catalogue, overrides: Overrides, *, loads: int = LOADS, retries: int = 0
+        self,
+        workers: Workers,
+        catalogue: Catalogue,
+        overrides: Overrides,
+        memory: ModelMemory,
+        *,
+        loads: int = LOADS,
+        retries: int = 0,
     ) -> None:
         self._workers = workers
         self._catalogue = catalogue
         self._overrides = overrides
+        self._memory = memory
         self._may_load = asyncio.Semaphore(loads)
         self._retries = retries
         self._generations = itertools.count(1)
@@ -54,10 +74,14 @@ class VersionLife:
             (_log.error if is_missing else _log.warning)("model '%s': %s", config.name, note)
         versions = self._catalogue.known[config.name].versions
         try:
+            if no_room := await self._memory.make_room(config):
+                self._refuse(config, no_room)
+                return dict.fromkeys(config.versions, no_room)
             reasons = await asyncio.gather(*(self._load(config, number, files) for number in config.versions))
             gone = {number: found for number, found in versions.items() if number not in config.versions}
             await self.unload(config.name, gone)
         finally:
+            await self._memory.loaded(config.name)
             await self.tidy(versions, files)
         return {number: reason for number, reason in zip(config.versions, reasons, strict=True) if reason}
 
@@ -69,6 +93,14 @@ class VersionLife:
         for path in files:
             await self.tidy(self._catalogue.known[model].versions, path)
         return {number: problem for number, problem in zip(serving, problems, strict=True) if problem}
+
+    def _refuse(self, config: ModelConfig, reason: str) -> None:
+        """No version of it is tried. What serves goes on."""
+        for number in config.versions:
+            version = self._catalogue.known[config.name].versions.setdefault(number, Version())
+            _log.error("failed to load '%s' version %d: %s", config.name, number, reason)
+            if not version.generation:
+                version.state, version.reason = UNAVAILABLE, reason
 
     async def _load(self, config: ModelConfig, number: int, files: str) -> str:
         """One version. Returns why it failed, "" if it did not."""
@@ -94,7 +126,7 @@ class VersionLife:
         previous, version.workers, old_files, version.files = version.workers, workers, version.files, files
         version.config, version.generation, version.state, version.reason = config, generation, READY, ""
         version.load_s = time.monotonic() - began
-        left = [worker.unload(config.name, number) for worker in previous if worker not in workers]
+        left = [self._leave(worker, config.name, number) for worker in previous if worker not in workers]
         for problem in await asyncio.gather(*left, return_exceptions=True):
             if isinstance(problem, BaseException):
                 _log.error("model '%s' version %d has moved; where it was: %s", config.name, number, problem)
@@ -129,7 +161,9 @@ class VersionLife:
         for left in range(self._retries, -1, -1):
             try:
                 worker = self._workers.start(key)
-                await worker.load(config, number, generation, self._blocks(config, number, key))
+                await worker.until_up()
+                with self._measured(worker, (config.name, number)):
+                    await worker.load(config, number, generation, self._blocks(config, number, key))
             except InferError as error:
                 if not left:
                     raise
@@ -137,6 +171,22 @@ class VersionLife:
             else:
                 return worker
         raise AssertionError("there is a last try")
+
+    @contextlib.contextmanager
+    def _measured(self, worker: Worker, version: tuple[str, int]) -> Iterator[None]:
+        """What it takes is how much `worker` grows meanwhile."""
+        sizes = self._memory.sizes
+        sizes.begin(worker.key, worker.pid, resident(worker.pid))
+        loaded = False
+        try:
+            yield
+            loaded = True
+        finally:
+            sizes.end(worker.key, version if loaded else None, worker.pid, resident(worker.pid))
+
+    def _leave(self, worker: Worker, model: str, number: int) -> Awaitable[None]:
+        self._memory.sizes.disturb(worker.key)
+        return worker.unload(model, number)
 
     async def _go_back(self, model: str, number: int, version: Version, workers: list[Worker]) -> None:
         """These have loaded what another worker could not: they serve again what served before, or nothing."""
@@ -146,13 +196,13 @@ class VersionLife:
                 if worker in version.workers and (part := before.get(worker.key)) is not None:
                     await self._on_a_worker(worker.key, part, number, next(self._generations))
                 else:
-                    await worker.unload(model, number)
+                    await self._leave(worker, model, number)
                 continue
             except InferError as error:
                 _log.error("model '%s' version %d on '%s': %s", model, number, worker.key, error.message)
             version.workers = tuple(each for each in version.workers if each is not worker)
             with contextlib.suppress(InferError):
-                await worker.unload(model, number)
+                await self._leave(worker, model, number)
         if version.generation and not version.workers:
             version.state, version.reason, version.generation = UNAVAILABLE, UNLOADED, 0
 
@@ -160,7 +210,7 @@ class VersionLife:
         """One version. Returns why it failed, "" if it did not."""
         version.state, version.reason, version.generation = UNLOADING, "", 0
         problem = ""
-        unloads = (worker.unload(model, number) for worker in version.workers)
+        unloads = (self._leave(worker, model, number) for worker in version.workers)
         for error in await asyncio.gather(*unloads, return_exceptions=True):
             if isinstance(error, InferError):
                 _log.error("failed to unload '%s' version %d: %s", model, number, error.message)

@@ -28,6 +28,7 @@ from clientlib.cuda_export import allocate, export
 from clientlib.cuda_region import CudaRegion, register
 from clientlib.failures import PlanOutdated, RoomNeeded
 from clientlib.homes import Homes
+from clientlib.leases import kept_async
 from clientlib.link import Bound, Link, Prepared
 from clientlib.native import Native
 from clientlib.process import StaysHere
@@ -133,6 +134,12 @@ class AsyncClient(StaysHere):
     async def unload(self, model: str, timeout: float = CALL_S, *, unload_dependents: bool = False) -> None:
         """Unload a model; requests it has accepted are finished. `unload_dependents`: and members that only it used."""
         await self._reach.run(lambda link: self.native.unload(link, model, unload_dependents), timeout)
+
+    def keep_loaded(
+        self, model: str, version: str | int = "", timeout: float = CALL_S
+    ) -> contextlib.AbstractAsyncContextManager[AsyncModel]:
+        """`async with`; otherwise as `Client.keep_loaded`."""
+        return kept_async(self, self._reach.run, model, version, timeout)
 
     # --- regions ---------------------------------------------------------------------------------------------------
 

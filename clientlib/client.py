@@ -25,6 +25,7 @@ from clientlib.channels import Lane, Lanes
 from clientlib.cuda_export import allocate, export
 from clientlib.cuda_region import CudaRegion, register
 from clientlib.failures import PlanOutdated, RoomNeeded
+from clientlib.leases import kept
 from clientlib.link import Bound, Link, Prepared
 from clientlib.native import Native
 from clientlib.plans import Plan
@@ -102,6 +103,17 @@ class Client(StaysHere):
     def unload(self, model: str, timeout: float = CALL_S, *, unload_dependents: bool = False) -> None:
         """Unload a model; requests it has accepted are finished. `unload_dependents`: and members that only it used."""
         self._run(lambda link: self.native.unload(link, model, unload_dependents), timeout)
+
+    def keep_loaded(
+        self, model: str, version: str | int = "", timeout: float = CALL_S
+    ) -> contextlib.AbstractContextManager[Model]:
+        """A `with` block in which nobody unloads the model; it is loaded first if need be (control mode explicit).
+
+        Gives the model to call. While leases are held on it, or on an ensemble that uses it, requests to unload it are
+        refused, the holder's own included, and --model-memory-limit does not make it go. `timeout`: for the load. A
+        lease ends with the block, the client or its process. Raises InferError when the model cannot be had.
+        """
+        return kept(self, self._run, model, version, timeout)
 
     # --- regions ---------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from clientlib import process
@@ -70,6 +71,11 @@ def load(
 def unload(model: str, *, unload_dependents: bool = False) -> None:
     """As `Client.unload`."""
     _default().unload(model, unload_dependents=unload_dependents)
+
+
+def keep_loaded(model: str, version: str | int = "") -> AbstractContextManager[Model]:
+    """As `Client.keep_loaded`."""
+    return _default().keep_loaded(model, version)
 
 
 def create_region(name: str, byte_size: int) -> Region:

@@ -24,6 +24,7 @@ from clientlib.binding import Binder
 from clientlib.cuda_region import CudaRegion
 from clientlib.failures import RoomNeeded
 from clientlib.layout import Layout, sketch
+from clientlib.leases import Leases
 from clientlib.link import Bound, L, Link, PlanState, Prepared
 from clientlib.recipe import Recipe
 from clientlib.region import MappedRegion, TensorRef
@@ -51,6 +52,7 @@ class Native(Generic[L]):
         self.made_in = process.generation
         self.regions: dict[str, MappedRegion] = {}
         self.known: dict[tuple[str, str], ModelMetadata] = {}  # by name and version asked for, as last heard
+        self.leases = Leases()
         self._store = Store()
         self.binder: Binder[L] = Binder(slots, spin_s)
         self._make_region = make_region
@@ -119,7 +121,7 @@ class Native(Generic[L]):
         return reply
 
     def attach(self) -> Procedure[None]:
-        """Register on a new session what was registered on the one before."""
+        """Register on a new session what was registered on the one before, and take its leases."""
         for region in (*self.regions.values(), *self._store.regions()):
             try:
                 yield self._registration(region)
@@ -128,6 +130,7 @@ class Native(Generic[L]):
             except InferError as error:
                 region.retired = f"lost when the broker was reached again: {error.message}"
                 self.regions.pop(region.name, None)
+        yield from self.leases.attach()
 
     def _registration(self, region: MappedRegion) -> Call:
         if isinstance(region, CudaRegion):

@@ -17,6 +17,7 @@ Client → broker (reply):
     CloseChannel → Done
     GetStatistics → Statistics   GetStatus → Status
     LoadModel (+ 1 fd: configuration and files, `shm.load_parameters`), UnloadModel → Done
+    KeepLoaded, LetGo → Done
     GetConfig → Config       GetIndex → Index       GetServer → ServerState   GetMetrics → Metrics
     LogSettings, TraceSettings → Settings
 Gateway → broker, on behalf of a principal (reply):
@@ -56,6 +57,7 @@ from shm.gateway_messages import (
     UnregisterFor,
     UseRegion,
 )
+from shm.lease_messages import KeepLoaded, LetGo
 from shm.message_values import MAX_POSITIONS as MAX_POSITIONS
 from shm.message_values import MAX_RESPONSES as MAX_RESPONSES
 from shm.message_values import Id as Id
@@ -324,6 +326,8 @@ Request = (
     | GetStatus
     | LoadModel
     | UnloadModel
+    | KeepLoaded
+    | LetGo
     | GetConfig
     | GetIndex
     | GetServer

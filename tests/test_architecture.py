@@ -52,6 +52,7 @@ WALL_CLOCK = {
     "broker.logs": "the date of a line",
     "broker.worker.counting": "when a model was last used, in its statistics",
     "broker.worker.answers": "the same, of answers from the cache",
+    "broker.model_memory": "the same, beside when it was loaded or kept",
     "broker.settings": "which trace files are of this broker's life, by their own dates",
 }
 WALL_CLOCK_CALLS = {"time", "time_ns", "localtime", "gmtime", "ctime", "strftime", "clock_gettime", "clock_gettime_ns"}

@@ -20,6 +20,7 @@ from broker.worker.messages import LoadInstances
 from broker.worker.model import LoadedModel, not_loaded
 from broker.worker.plans import Plan, adopt
 from broker.worker.streams import Streams
+from broker.worker.trim import trim
 from shm import statistics
 from shm.admission import Verdict
 from shm.errors import Code, InferError
@@ -112,6 +113,7 @@ class ModelTable:
             self._loop.scheduler.forget(model)
             model.close()
             raise
+        trim()  # what reading the files took: it may be as much as the model
         with self.lock:
             self._versions.setdefault(config.name, {})
         return model
@@ -262,6 +264,4 @@ def _fits(plan: Plan, model: LoadedModel) -> bool:
 
     Steps of ensembles in this worker are not checked by the broker, and name no interface.
     """
-    return not plan.interface or (
-        plan.interface == model.config.interface and plan.rows <= model.config.max_batch_size
-    )
+    return not plan.interface or (plan.interface == model.config.interface and plan.rows <= model.config.max_batch_size)

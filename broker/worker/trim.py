@@ -1,7 +1,7 @@
 """Giving memory back to the system, as the allocator does not by itself: pieces of a large model lie between others.
 
-Called when the instances of a model have been closed. Without it a worker kept 30 MiB of a network of 300 MiB after
-forty loads and unloads.
+Called when a model was loaded and when its instances have been closed. Without it a worker kept 30 MiB of a network of
+300 MiB after forty loads and unloads.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import asyncio
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, TypeVar, final
 
@@ -23,6 +24,7 @@ from clientlib.async_streams import AsyncSource, AsyncStream
 from clientlib.automatic import Inputs, Request
 from clientlib.callable_model import AsyncModel
 from clientlib.client import CALL_S, NO_CUDA
+from clientlib.leases import not_native
 from clientlib.pending import expired
 from clientlib.process import StaysHere
 from clientlib.recipe import Outputs, Slots, recipe
@@ -107,6 +109,12 @@ class AsyncRemoteClient(StaysHere):
     async def unload(self, model: str, timeout: float = CALL_S, *, unload_dependents: bool = False) -> None:
         """Unload a model; requests it has accepted are finished. `unload_dependents`: and members that only it used."""
         await self._run(self.remote.unload(model, unload_dependents), timeout)
+
+    def keep_loaded(
+        self, model: str, version: str | int = "", timeout: float = CALL_S
+    ) -> AbstractAsyncContextManager[AsyncModel]:
+        """Raises InferError UNSUPPORTED: the protocol knows no leases."""
+        raise not_native()
 
     # --- regions ---------------------------------------------------------------------------------------------------
 

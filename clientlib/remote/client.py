@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, TypeVar, final
 
@@ -25,6 +26,7 @@ from clientlib.automatic import Inputs, Request
 from clientlib.callable_model import Model
 from clientlib.claims import FULL_WAIT_S
 from clientlib.client import CALL_S, NO_CUDA
+from clientlib.leases import not_native
 from clientlib.process import StaysHere
 from clientlib.recipe import Budget, Outputs, Slots, recipe
 from clientlib.region import MappedRegion, Region, TensorRef
@@ -112,6 +114,12 @@ class RemoteClient(StaysHere):
     def unload(self, model: str, timeout: float = CALL_S, *, unload_dependents: bool = False) -> None:
         """Unload a model; requests it has accepted are finished. `unload_dependents`: and members that only it used."""
         self._run(self.remote.unload(model, unload_dependents), timeout)
+
+    def keep_loaded(
+        self, model: str, version: str | int = "", timeout: float = CALL_S
+    ) -> AbstractContextManager[Model]:
+        """Raises InferError UNSUPPORTED: the protocol knows no leases."""
+        raise not_native()
 
     # --- regions ---------------------------------------------------------------------------------------------------
 
