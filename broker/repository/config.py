@@ -19,6 +19,7 @@ from broker.repository.scheduling import (
     DynamicBatching,
     Ensemble,
     InitialState,
+    Padding,
     Resource,
     SequenceBatching,
     WarmUp,
@@ -118,6 +119,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     ensemble: Ensemble | None = None
     batch_input: tuple[BatchInput, ...] = ()
     batch_output: tuple[BatchOutput, ...] = ()
+    padding: Padding | None = None
     response_cache: bool = False
     warm_up: tuple[WarmUp, ...] = ()
     metric_tags: dict[str, str] = {}

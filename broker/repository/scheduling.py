@@ -121,6 +121,30 @@ class BatchOutput(msgspec.Struct, frozen=True, kw_only=True):
     source_input: tuple[str, ...]
 
 
+class MadeInput(msgspec.Struct, frozen=True, kw_only=True):
+    """An input that the broker makes and no client sends. `shape`: the model's, without batch dimension."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+
+class Padding(msgspec.Struct, frozen=True, kw_only=True):
+    """Ours: inputs whose variable dimension differs are padded with `value` to the smallest size of `to` (rising) that
+    fits all of a batch.
+
+    `inputs`, `outputs`: their variable axes, the batch dimension counted; outputs are cut back there. `mask`: 1 where
+    there is no padding; `lengths`: how much of each row is none.
+    """
+
+    to: tuple[int, ...]
+    value: int | float
+    inputs: dict[str, int]
+    outputs: dict[str, tuple[int, ...]]
+    mask: MadeInput | None = None
+    lengths: MadeInput | None = None
+
+
 class Resource(msgspec.Struct, frozen=True, kw_only=True):
     """What an instance needs of the rate limiter. `is_global`: one pool for all devices."""
 

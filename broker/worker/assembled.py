@@ -54,6 +54,8 @@ def _keys(instance: Instance, assembly: Assembly, rows: Sequence[Row]) -> list[l
         began = _now()
         try:
             check_sizes(plan)
+            if assembly.padder is not None:
+                assembly.padder.length(plan.inputs)
             for tensor in plan.inputs:
                 if tensor.datatype == datatypes.BYTES:
                     _check_strings(plan, tensor, row)
@@ -61,7 +63,7 @@ def _keys(instance: Instance, assembly: Assembly, rows: Sequence[Row]) -> list[l
             fail(instance, row, error, began)
             continue
         key = (
-            tuple((t.name, t.datatype, t.shape[1:] if t.name not in assembly.ragged else ()) for t in plan.inputs),
+            tuple((t.name, t.datatype, t.shape[1:] if t.name not in assembly.loose else ()) for t in plan.inputs),
             tuple(assembly.state_of(state, row).shape for state in assembly.states),
             0 if assembly.batched else id(row),
             key_of(plan.parameters) if plan.parameters and instance.model.reads_parameters else (),
@@ -115,7 +117,19 @@ def _run_part(instance: Instance, assembly: Assembly, rows: list[Row], again: bo
 class _Batch:
     """One run: its operands, and what becomes of its outputs."""
 
-    __slots__ = ("_assembly", "_inputs", "_instance", "_outputs", "_plan", "_rows", "_sizes", "copied", "total")
+    __slots__ = (
+        "_assembly",
+        "_inputs",
+        "_instance",
+        "_lengths",
+        "_outputs",
+        "_padded_to",
+        "_plan",
+        "_rows",
+        "_sizes",
+        "copied",
+        "total",
+    )
 
     def __init__(self, instance: Instance, assembly: Assembly, rows: Sequence[Row]) -> None:
         self._instance, self._assembly, self._rows = instance, assembly, rows
@@ -126,6 +140,9 @@ class _Batch:
         assert isinstance(first.plan, Plan)
         self._plan = first.plan
         self._inputs: list[Operand] = []
+        padder = assembly.padder
+        self._lengths = [] if padder is None else [padder.length(row.plan.inputs) for row in rows]  # type: ignore[union-attr]
+        self._padded_to = 0 if padder is None else padder.size_for(self._lengths)
         for index, tensor in enumerate(self._plan.inputs):
             self._gather(index, tensor)
         carried = {tensor.name for tensor in self._plan.inputs}  # an id that is a string
@@ -143,6 +160,9 @@ class _Batch:
             array = batch_input(made, self._shapes(made.source_input[0]), self._sizes)
             for name in made.target_name:
                 self._add(name, made.datatype, array)
+        if padder is not None:
+            for helper, array in padder.made(self._lengths, self._sizes, self._padded_to):
+                self._add(helper.name, helper.datatype, array)
         self._outputs = self._wanted()
 
     def _tensor(self, row: Request, index: int) -> PlacedTensor:
@@ -172,8 +192,15 @@ class _Batch:
             row.copied = memory.size if not index else row.copied + memory.size
             self.copied += memory.size
             parts.append(memory)
+        padder = self._assembly.padder
+        if padder is not None and name in padder.axes:
+            shape: Shape = padder.padded(tensor.shape_of(self.total), name, self._padded_to)
+            buffer = self._instance.scratch("input", name, datatypes.byte_size(tensor.datatype, shape))
+            padder.fill(buffer, name, shape, list(zip(parts, self._shapes(name), strict=True)))
+            self._inputs.append(Operand(name, tensor.datatype, shape, buffer))
+            return
         if name in self._assembly.ragged and self._assembly.batched:
-            shape: Shape = (sum(datatypes.element_count(shape) for shape in self._shapes(name)),)
+            shape = (sum(datatypes.element_count(shape) for shape in self._shapes(name)),)
         else:
             shape = model.shape(name, tensor.shape_of(self.total))
         buffer = self._instance.scratch("input", name, sum(part.size for part in parts))
@@ -196,6 +223,8 @@ class _Batch:
                 assert isinstance(row.plan, Plan)
                 for tensor in row.plan.outputs:
                     shape = tensor.shape_of(self.total)
+                    if self._assembly.padder is not None:
+                        shape = self._assembly.padder.padded(shape, tensor.name, self._padded_to)
                     if tensor.name not in self._assembly.scatter:
                         shape = model.shape(tensor.name, shape)
                     wanted[tensor.name] = Operand(tensor.name, tensor.datatype, shape, None)
@@ -240,7 +269,14 @@ class _Batch:
             else:
                 ends = np.cumsum(self._sizes)
                 cut[operand.name] = [array[end - size : end] for end, size in zip(ends, self._sizes, strict=True)]
+                self._cut_back(operand.name, cut[operand.name])
         return cut
+
+    def _cut_back(self, name: str, parts: list[Array]) -> None:
+        padder = self._assembly.padder
+        if padder is not None:
+            for at, length in enumerate(self._lengths):
+                parts[at] = padder.cut(name, parts[at], length, self._padded_to)
 
     def finish(self, row: Request, at: int, parts: dict[str, list[Array]]) -> None:
         """Deliver the row's outputs, then keep its sequence's states: an answer that failed changes nothing."""

@@ -1,4 +1,4 @@
-"""What a model adds to its batches beside clients' tensors: sequence controls, implicit state, ragged inputs.
+"""What a model adds to its batches beside clients' tensors: sequence controls, implicit state, ragged inputs, padding.
 
 One `Assembly` per loaded model that has any of it (`LoadedModel.assembly`), made from the configuration when the model
 is loaded; `assembled` runs batches with it. Field names and kinds are Triton's (model_config.proto).
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from broker.repository.config import ModelConfig
 from broker.repository.scheduling import BatchInput, BatchOutput, Control, State
 from broker.worker.backends.builtin import COUNTED, COUNTS
+from broker.worker.padding import Padder
 from shm import datatypes
 from shm.admission import Request
 from shm.errors import Code, InferError
@@ -40,6 +41,8 @@ class Assembly:
         "bindings",
         "controls",
         "initial",
+        "loose",
+        "padder",
         "ragged",
         "scatter",
         "stateful",
@@ -54,6 +57,9 @@ class Assembly:
         self.states: tuple[State, ...] = sequence.state if sequence else ()
         self.initial = {state.input_name: _initial(state, self.batched) for state in self.states}
         self.ragged = frozenset(tensor.name for tensor in config.input if tensor.allow_ragged_batch)
+        self.padder = None if config.padding is None else Padder(config, config.padding)
+        # Inputs that may have other shapes in each request of a batch.
+        self.loose = self.ragged if self.padder is None else frozenset(self.padder.axes)
         self.batch_inputs: tuple[BatchInput, ...] = (*config.batch_input, *_counts(config, self.ragged))
         dims = {tensor.name: tensor.dims for tensor in config.output}
         self.scatter: dict[str, tuple[str, Shape]] = {
@@ -121,7 +127,8 @@ class StatesSent:
 def assembly_of(config: ModelConfig) -> Assembly | None:
     """None for a model whose batches are clients' rows and nothing else. Raises InferError for unusable states."""
     ragged = any(tensor.allow_ragged_batch for tensor in config.input)
-    if config.sequence_batching is None and not (ragged or config.batch_input or config.batch_output):
+    helpers = config.batch_input or config.batch_output or config.padding
+    if config.sequence_batching is None and not (ragged or helpers):
         return None
     return Assembly(config)
 

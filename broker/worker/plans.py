@@ -208,7 +208,7 @@ def adopt(plan: Plan, model: LoadedModel, signatures: dict[object, object]) -> N
     assembly = model.assembly
     if assembly is not None:  # which copies every input, strings too, and lets the runtime allocate every output
         together = model.config.max_batch_size > 1 and plan.rows > 0
-        key = tuple((t.name, t.datatype, () if t.name in assembly.ragged else t.shape[1:]) for t in plan.inputs)
+        key = tuple((t.name, t.datatype, () if t.name in assembly.loose else t.shape[1:]) for t in plan.inputs)
     if model.reads_parameters and plan.parameters:
         key = (*key, key_of(plan.parameters))
     plan.signature = signatures.setdefault(key, key) if together else None

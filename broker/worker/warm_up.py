@@ -6,7 +6,7 @@ Called by `broker.worker.model` while a model is loaded, for each instance in tu
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import final
 
 import numpy as np
@@ -16,6 +16,7 @@ from broker.repository.config import ModelConfig
 from broker.repository.scheduling import Control, State, WarmUp, WarmUpInput
 from broker.worker.backends import Operand, RuntimeModel, bind
 from broker.worker.backends.builtin import array_of
+from broker.worker.padding import made_inputs
 from broker.worker.stream import Stream
 from shm import datatypes
 from shm.errors import Code, InferError
@@ -70,7 +71,20 @@ class _Operands:
         if sequence is not None:
             operands += [self._control(each) for each in sequence.control_input]
             operands += [self._state(each) for each in sequence.state]
-        return operands
+        return [*operands, *self._made(given)]
+
+    def _made(self, given: set[str]) -> Iterator[Operand]:
+        """What stands beside padded inputs, here without padding."""
+        padding = self._config.padding
+        if padding is None:
+            return
+        lengths = {
+            each.dims[padding.inputs[each.name] - 1] for each in self._sample.inputs if each.name in padding.inputs
+        }
+        longest = max(lengths, default=0)
+        for helper, array in made_inputs(padding, [longest], [self.rows], longest):
+            if helper.name not in given:
+                yield Operand(helper.name, helper.datatype, array.shape, array.view(np.uint8).reshape(-1))
 
     def outputs(self) -> list[Operand]:
         shapes = ((t, self._shape_of(t.name, (*self._batch, *t.dims))) for t in self._config.output)

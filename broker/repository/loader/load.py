@@ -25,6 +25,7 @@ from broker.repository.loader.normalise import normalise
 from broker.repository.loader.onnx_file import Signature, read_model, read_signature
 from broker.repository.loader.origins import DEFAULT, FILE, MODEL, OVERRIDE, Origins
 from broker.repository.loader.own_code import check_code
+from broker.repository.loader.padding import with_padding
 from broker.repository.loader.parameters import check_parameters
 from broker.repository.loader.support import ignored
 from broker.repository.loader.validate import validate
@@ -115,7 +116,7 @@ def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
         with _about(versions):
             compare(config, read[0].signature, read[0].path)
         _read_older(config, model, list(newest_first.items())[1:], versions, read, notes)
-    return to_model_config(
+    final = to_model_config(
         config,
         model,
         versions,
@@ -126,6 +127,7 @@ def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
         max_batch_size_completed=completed,
         origins=origins if request.explain else None,
     )
+    return with_padding(final)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from broker.repository.config import YES_NO
 from broker.repository.loader.convert_scheduling import DROP_OLDEST
 from broker.repository.loader.failure import ModelError
 from broker.repository.loader.grants import PARAMETER as ZERO_COPY_INPUTS
+from broker.repository.loader.padding import LENGTHS, MASK, PAD_TO, PAD_VALUE
 
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}"
 _WORKER_GROUP = re.compile(f"{_NAME}(,{_NAME})*")
@@ -103,6 +104,7 @@ _RULES: dict[str, Callable[[str], str]] = {
     MAX_QUEUE_BYTES: _max_queue_bytes,
     "hang_timeout_s": _seconds,
     ZERO_COPY_INPUTS: lambda text: "",  # `grants` knows the inputs
+    **{name: lambda text: "" for name in (PAD_TO, PAD_VALUE, MASK, LENGTHS)},  # and `padding`
 }
 _ONNXRUNTIME: dict[str, Callable[[str], str]] = {
     **{name: _threads(name) for name in ("intra_op_thread_count", "inter_op_thread_count")},
