@@ -6,12 +6,17 @@ nothing a client sends can start a line of its own; only tables, which hold noth
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import select
+import socket
+import stat
 import sys
 import time
-from typing import Any, final
+from collections.abc import Callable
+from typing import final
 
 from broker.gateway.options import LogOptions
 
@@ -60,8 +65,65 @@ class _FileHandler(_Dropping, logging.FileHandler):
 
 
 @final
-class _StreamHandler(_Dropping, logging.StreamHandler[Any]):
-    pass
+class StderrHandler(_Dropping):
+    """Never waits for whoever reads stderr: a pipe that nobody reads would stop this process for good.
+
+    How the descriptor waits is not changed, since others write to it as well.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Started without a stderr, its number may be anything's by now.
+        self._fd = -1 if sys.__stderr__ is None else sys.__stderr__.fileno()
+        self._dropped = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line, or drop it; the next one that there is room for says how many were."""
+        try:
+            line = f"{self.format(record)}\n"
+            if self._dropped:
+                line = f"{self._dropped} lines of the log were dropped: nobody reads it, or not fast enough\n{line}"
+            if _write(self._fd, line.encode(errors="replace")):
+                self._dropped = 0
+            else:
+                self._dropped += 1
+        except Exception:
+            self.handleError(record)
+
+
+def _write(fd: int, data: bytes) -> bool:
+    """Write all of it, or nothing if that would take waiting. Raises OSError."""
+    kind = os.fstat(fd).st_mode
+    if stat.S_ISSOCK(kind):
+        with socket.socket(fileno=os.dup(fd)) as line:
+            return _begin(lambda part: line.send(part, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL), data)
+    if stat.S_ISFIFO(kind):
+        return _begin(lambda part: _into_pipe(fd, part), data)
+    while data:
+        data = data[os.write(fd, data) :]
+    return True
+
+
+def _into_pipe(fd: int, data: bytes) -> int:
+    try:
+        return os.pwritev(fd, [data], -1, os.RWF_NOWAIT)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ESPIPE):
+            raise
+    # An older kernel. Room for PIPE_BUF bytes, unless somebody else is faster.
+    if not select.select([], [fd], [], 0)[1]:
+        raise BlockingIOError
+    return os.write(fd, data[: select.PIPE_BUF])
+
+
+def _begin(write: Callable[[bytes], int], data: bytes) -> bool:
+    """Of a line that there is room for in part the rest is lost."""
+    try:
+        if write(data) < len(data):
+            write(b"\n")
+    except BlockingIOError:
+        return False
+    return True
 
 
 def table(log: logging.Logger, text: str) -> None:
@@ -71,7 +133,7 @@ def table(log: logging.Logger, text: str) -> None:
 
 def set_up(options: LogOptions) -> None:
     """Send the log of this process where the options say, from now on. Raises OSError for a file it cannot write."""
-    handler: logging.Handler = _FileHandler(options.log_file) if options.log_file else _StreamHandler()
+    handler: logging.Handler = _FileHandler(options.log_file) if options.log_file else StderrHandler()
     handler.setFormatter(TritonFormatter(options.log_format))
     verbose = options.log_verbose_level > 0
     wanted = {
