@@ -40,8 +40,10 @@ export OUT PYTHON
 
 step environment 30 bash -c environment
 step table 120 bash -c table
-step tests 180 "$PYTHON" -m pytest -q --cuda=real -p no:cacheprovider tests/integration/test_cuda_driver.py \
+step tests 120 "$PYTHON" -m pytest -q --cuda=real -p no:cacheprovider tests/integration/test_cuda_driver.py \
     tests/integration/test_cuda_regions.py tests/integration/test_cuda_client.py
+step worker 60 "$PYTHON" -m pytest -q --cuda=real -p no:cacheprovider tests/integration/test_cuda_worker.py \
+    tests/integration/test_cuda_staging.py tests/integration/test_cuda_worker_faults.py
 step tritonclient 40 "$PYTHON" -m pytest -q --cuda=real -p no:cacheprovider tests/integration/test_cuda_tritonclient.py
 step arrays 60 "$PYTHON" -m tests.gpu.arrays
 step figures 50 "$PYTHON" -m tests.gpu.figures "$OUT/figures.json"

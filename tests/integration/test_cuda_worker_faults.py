@@ -22,10 +22,10 @@ from tests.fakes.lone_worker import LIMIT_S, LoneWorker
 
 
 def test_a_lost_context_ends_the_worker_and_its_replacement_answers(
-    tmp_path: Path, cuda_env: CudaEnv, application: Child, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, cuda_sim: CudaEnv, application: Child, capfd: pytest.CaptureFixture[str]
 ) -> None:
     broken, sound = adder(tmp_path / "broken" / "add", fault="sticky"), adder(tmp_path / "sound" / "add")
-    with LoneWorker("gpu0/test", cuda_env.environ) as first:
+    with LoneWorker("gpu0/test", cuda_sim.environ) as first:
         first.load(broken)
         caller = Caller(first)
         memory = GpuMemory(first, application)
@@ -34,7 +34,7 @@ def test_a_lost_context_ends_the_worker_and_its_replacement_answers(
         pending = caller.submit(plan)
         assert first.process.wait(LIMIT_S) == 71
     assert re.search("CUDA_ERROR_ILLEGAL_ADDRESS.*: the CUDA context is lost; this worker ends", capfd.readouterr().err)
-    with caller, LoneWorker("gpu0/test", cuda_env.environ) as second:
+    with caller, LoneWorker("gpu0/test", cuda_sim.environ) as second:
         second.load(sound)
         memory.give(second)
         second.add_region(caller.memory)
