@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections import Counter
 from typing import Any, Final, final
 
@@ -19,7 +20,8 @@ from shm.cuda.driver import Context, CudaError, Device, attempt, call, make_curr
 from shm.cuda.sync import Stream
 
 Bytes = npt.NDArray[np.uint8]
-DISABLE_TIMING: Final = 2  # CU_EVENT_DISABLE_TIMING
+BLOCKING_SYNC, DISABLE_TIMING = 1, 2  # CU_EVENT_…
+LONG_NS: Final = 1_000_000  # waits from which on being woken, some 50 µs, is cheaper than a core
 STICKY_EXIT: Final = 71  # exit status of a worker that has lost its context
 
 
@@ -46,7 +48,7 @@ class Lane:
     Its methods make the GPU's context current for the calling thread where it is not, and leave it so.
     """
 
-    __slots__ = ("_done", "device", "moved", "order", "stream")
+    __slots__ = ("_done", "_slept_for", "_waited_ns", "device", "moved", "order", "stream")
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -55,6 +57,8 @@ class Lane:
         self.stream = self.order.handle
         self.moved: Counter[str] = Counter()  # bytes that runs have copied since this was last read, by reason
         self._done = call("cuEventCreate", DISABLE_TIMING)
+        self._slept_for = call("cuEventCreate", DISABLE_TIMING | BLOCKING_SYNC)
+        self._waited_ns = 0  # the last time
 
     def enter(self) -> None:
         """Before anything else on a thread: contexts are current per thread."""
@@ -73,9 +77,15 @@ class Lane:
         call("cuMemcpyDtoDAsync", to, source, byte_size, self.stream)
 
     def finish(self) -> None:
-        """Return when the GPU has done everything. Raises CudaError for what went wrong meanwhile."""
-        call("cuEventRecord", self._done, self.stream)
-        call("cuEventSynchronize", self._done)
+        """Return when the GPU has done everything. Raises CudaError for what went wrong meanwhile.
+
+        Where the last wait was long, the thread sleeps: drivers wait by looking, which takes a core from the clients.
+        """
+        event = self._slept_for if self._waited_ns > LONG_NS else self._done
+        began = time.monotonic_ns()
+        call("cuEventRecord", event, self.stream)
+        call("cuEventSynchronize", event)
+        self._waited_ns = time.monotonic_ns() - began
 
     def fetch(self, place: OnGpu) -> Bytes:
         """A copy of GPU memory on the host, complete."""
@@ -96,4 +106,5 @@ class Lane:
         """Nothing is under way on it. From any thread."""
         with Context(self.device.ordinal):
             attempt("cuEventDestroy", self._done)
+            attempt("cuEventDestroy", self._slept_for)
             self.order.close()
