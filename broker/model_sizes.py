@@ -91,13 +91,14 @@ class ModelSizes:
         if loads.under_way:
             return
         del self._loads[worker]
-        if loads.before is None or resident is None:
+        measured = [each for each in loads.loaded if each in self._sizes]
+        if loads.before is None or resident is None or not measured:
             return
-        shares = [self._sizes[each].files + 1 for each in loads.loaded]
+        shares = [self._sizes[each].files + 1 for each in measured]
         growth = resident.own - loads.before.own + min(resident.mapped - loads.before.mapped, sum(shares))
         if growth <= 0:
             return
-        for each, share in zip(loads.loaded, shares, strict=True):
+        for each, share in zip(measured, shares, strict=True):
             grown = self._sizes[each].grown
             grown[worker] = max(grown.get(worker, 0), growth * share // sum(shares))
 

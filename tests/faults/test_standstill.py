@@ -1,0 +1,120 @@
+"""Rows K-08 and W-15: the broker, or everything, stands still for a while; every worker dies at once."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import clientlib
+from tests.faults import child, unruly
+from tests.faults.lab import OTHER, SAME, Lab, eventually
+
+STILL_S = 6 * unruly.HANG_S
+
+
+@pytest.fixture(scope="module")
+def shared_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with Lab(tmp_path_factory.mktemp("lab"), models=unruly.write) as lab:
+        yield lab
+
+
+def stand_still(*pids: int) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    select.select([], [], [], STILL_S)  # longer than anything may hang: that is what is tried
+    for pid in reversed(pids):
+        os.kill(pid, signal.SIGCONT)
+
+
+def go_on_without_a_broker() -> list[Any]:
+    """Requests of a plan that is there; then a call that needs the broker, in time for which it comes back."""
+    with clientlib.connect() as client:
+        region = client.create_region("r", 4096)
+        x, y = region.array((2, 4), "FP32"), region.array((2, 4), "FP32", 64)
+        places = {"x": region.tensor((2, 4), "FP32")}, {"y": region.tensor((2, 4), "FP32", 64)}
+        plan = client.prepare("add1", *places)
+        plan.infer(timeout=10)
+        child.say("ready")
+        child.hear()
+        right = 0
+        for turn in range(100):
+            x[:] = turn
+            plan.infer(timeout=10)
+            right += bool((y == turn + 1).all())
+        told = child.refusal(clientlib.connect, timeout=0.2)
+        child.say([right, *told])
+        return child.refusal(client.prepare, "matmul", *places)
+
+
+def test_k08_the_broker_stands_still(lab: Lab) -> None:
+    """[K-08] what is prepared is served without it; afterwards it takes its own silence for nobody else's."""
+    client = lab.start(go_on_without_a_broker, valid=False)
+    client.heard()
+    os.kill(lab.broker.pid, signal.SIGSTOP)
+    try:
+        client.tell("go on")
+        right, code, text = client.heard()
+        assert right == 100
+        assert code == "UNAVAILABLE", text
+        select.select([], [], [], STILL_S)
+    finally:
+        os.kill(lab.broker.pid, signal.SIGCONT)
+    code, text = client.result()
+    assert code in ("OK", "INVALID_ARG"), text
+    lab.remember()  # who had to wait has made more regions
+    lab.settled()
+
+
+def nap(tag: int) -> list[Any]:
+    with clientlib.connect() as client:
+        asked = unruly.inputs("nap", tag, unruly.HANG_S / 2)
+        y = client.infer("hanger", asked, timeout=30)["y"]
+        return [bool(np.array_equal(y, asked["x"] + 1))]
+
+
+def test_k08_everything_stands_still_while_a_model_runs(lab: Lab) -> None:
+    """A machine that is frozen and goes on: no model has hung, no worker been silent."""
+    client = lab.start(nap, tag=7)
+    eventually(lambda: unruly.runs(lab.repository, "hanger", 7) == 1, "the request runs")
+    stand_still(lab.broker.pid, *lab.broker.descendants())
+    assert client.result() == [True]
+    assert unruly.runs(lab.repository, "hanger", 7) == 1, "it was run again"
+    lab.remember()
+    lab.settled()
+
+
+def ask_both() -> list[list[Any]]:
+    """Requests that run while their workers die, and requests afterwards."""
+    told = []
+    with clientlib.connect() as client:
+        asked = unruly.inputs("nap", 8, 0.4)
+        child.say("asks")
+        told.append(child.refusal(client.infer, "unrepeatable", asked, timeout=30))
+        for model in ("add1", "other"):
+            told.append(child.refusal(client.infer, model, {"x": np.ones((2, 4), np.float32)}, timeout=30))
+    return told
+
+
+def test_w15_every_worker_dies_at_once(lab: Lab) -> None:
+    client = lab.start(ask_both)
+    client.heard()
+    eventually(lambda: unruly.runs(lab.repository, "unrepeatable", 8) == 1, "the request runs")
+    dead = [lab.worker_pid(key) for key in (SAME, OTHER)]
+    for pid in dead:
+        os.kill(pid, signal.SIGKILL)
+    running, *later = client.result()
+    assert running[0] == "UNAVAILABLE", running
+    assert "died" in running[1]
+    assert later == [["OK", ""], ["OK", ""]]
+    states = {worker["key"]: worker for worker in lab.status()["workers"]}
+    assert all(states[key]["pid"] not in (*dead, None) for key in (SAME, OTHER)), states
+    lab.remember()
+    report = lab._await_answers()
+    assert all(set(errors) <= {"UNAVAILABLE"} and not side["wrong"] for side, errors, _ in report.values()), report
+    lab.settled()
