@@ -5,7 +5,8 @@ are in nanoseconds, histograms are counts up to each bound of `shm.statistics.BO
 go back while the broker runs.
 
     models      model_stats, and: latency, failures by Triton's reason, load_s (how long the latest load took), cached
-                (are answers kept?)
+                (are answers kept?), memory_bytes (`broker.model_sizes`), leases (on the model, any version)
+    model_memory_limit  bytes, --model-memory-limit; 0: none
     transports  native, http, grpc, zmq → requests, and for gateways' ones: failed, ns, latency
     copied_bytes  reason → what gateways copied (a model's own `copied_bytes` are its workers')
     regions     kind → count, byte_size               region_limit  bytes, --region-memory
@@ -26,6 +27,8 @@ from itertools import islice
 from typing import Any, Protocol, final
 
 from broker.channels import Channels
+from broker.leases import Leases
+from broker.model_memory import ModelMemory
 from broker.records import CLIENT
 from broker.registry import Registry
 from broker.statistics_blocks import StatisticsBlocks
@@ -80,6 +83,9 @@ _GPU_WORDS = {
 
 class Models(Protocol):
     """What is asked of the models."""
+
+    leases: Leases
+    memory: ModelMemory
 
     def statistics(self) -> list[dict[str, Any]]:
         """`model_stats` of every version that is ready."""
@@ -136,6 +142,7 @@ class MetricsDocument:
         """The document of this moment."""
         return {
             "models": [self._model(row) for row in self._models.statistics()],
+            "model_memory_limit": self._models.memory.limit,
             "transports": self._transports(),
             "copied_bytes": copied_bytes(self._gateways.counters),
             "regions": self._regions(),
@@ -165,6 +172,8 @@ class MetricsDocument:
                 "OTHER": distribution["refused_early"],
             },
             "load_s": self._models.load_seconds(name, version),
+            "memory_bytes": self._models.memory.sizes.of(name, version),
+            "leases": self._models.leases.count(name),
         }
 
     def _cache(self) -> dict[str, int]:

@@ -8,9 +8,11 @@ those of `broker.model_sizes`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import final
 
@@ -83,6 +85,7 @@ class ModelMemory:
         "_now_ms",
         "_one",
         "_reserved",
+        "_together",
         "_unload",
         "limit",
         "sizes",
@@ -108,6 +111,7 @@ class ModelMemory:
         self._now_ms = now_ms
         self._demanded: dict[str, int] = {}  # what may go, and when it was last wanted, not counting requests
         self._reserved: dict[str, int] = {}  # by loads under way
+        self._together: Counter[str] = Counter()
         self._one = asyncio.Lock()  # makes room at a time
 
     # --- what was loaded how ---------------------------------------------------------------------------------------
@@ -124,6 +128,15 @@ class ModelMemory:
     def forget(self, model: str) -> None:
         """It was unloaded."""
         self._demanded.pop(model, None)
+
+    @contextlib.contextmanager
+    def together(self, models: Collection[str]) -> Iterator[None]:
+        """None of them goes meanwhile: an ensemble of them is being loaded."""
+        self._together.update(models)
+        try:
+            yield
+        finally:
+            self._together.subtract(models)
 
     # --- room ------------------------------------------------------------------------------------------------------
 
@@ -193,8 +206,10 @@ class ModelMemory:
             return "is being loaded or unloaded"
         if held := self._leases.count(model):
             return f"{held} lease{'s' * (held > 1)}"
+        if self._together[model] > 0:
+            return "an ensemble of it is being loaded"
         if model not in self._demanded:
-            return "loaded at start"
+            return "not loaded on demand"
         busy = any(self._blocks.busy(model, number) for number in self._catalogue.known[model].versions)
         return "requests wait or run" if busy else ""
 

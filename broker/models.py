@@ -259,10 +259,11 @@ class Models(Catalogue):
                     failures = await self._serve(config, override.repository)
             if config.ensemble is not None:
                 # Nobody's turn is held meanwhile: ensembles that are members of each other would wait for ever.
-                await self._load_members(config.ensemble, (*above, model))
-                async with self._turns.of(model):
-                    config = await self._read(model, override)
-                    failures = await self._serve(config, override.repository)
+                with self.memory.together(members(config.ensemble)):
+                    await self._load_members(config.ensemble, (*above, model))
+                    async with self._turns.of(model):
+                        config = await self._read(model, override)
+                        failures = await self._serve(config, override.repository)
         except BaseException:
             await asyncio.to_thread(self._overrides.discard, override.repository)
             raise

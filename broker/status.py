@@ -114,6 +114,9 @@ class StatusDocument:
             return facts  # never loaded: there is nothing to count
         ended = {name: counters["inference_stats"][name]["count"] for name in ("success", "fail")}
         own = ("pending", "cancelled", "expired", "retried", "inference_count", "execution_count", "copied_bytes")
+        if model.state == "READY":
+            facts["memory_bytes"] = self._models.memory.sizes.of(model.name, int(model.version))
+            facts["leases"] = self._models.leases.count(model.name)
         return {**facts, **ended, **{name: counters[name] for name in own}}
 
     def _sessions(self) -> list[dict[str, Any]]:
@@ -147,6 +150,7 @@ class StatusDocument:
             "regions_per_uid": quota.max_regions,
             "region_descriptors_per_uid": quota.max_descriptors,
             "cuda_memory_per_uid": quota.cuda_limit,
+            "model_memory_limit": self._models.memory.limit,
             "sessions_limit": self.sessions.limit if self.sessions else 0,
             "sessions": len(self.sessions) if self.sessions else 0,
         }

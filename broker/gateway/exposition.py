@@ -242,6 +242,7 @@ def _ours(document: Document) -> Iterator[Metric]:
         "Bytes of tensors that were copied, and why: by workers for a model, or by gateways (no model)",
         labels=(*MODEL, "reason"),
     )
+    yield from _kept(document)
     for row in models:
         depth.add_metric(labels_of(row), row["pending"])
         retried.add_metric(labels_of(row), row["retried"])
@@ -305,6 +306,19 @@ def _memory(document: Document) -> Iterator[Metric]:
     sessions = GaugeMetricFamily("tensorbroker_sessions", "Open sessions, those of gateways included")
     sessions.add_metric((), document["sessions"])
     yield from (limit, sessions)
+
+
+def _kept(document: Document) -> Iterator[Metric]:
+    size = GaugeMetricFamily(
+        "tensorbroker_model_memory_bytes", "What the model takes of the host's memory", labels=MODEL
+    )
+    leases = GaugeMetricFamily("tensorbroker_model_leases", "Leases that keep the model loaded", labels=MODEL)
+    for row in document["models"]:
+        size.add_metric(labels_of(row), row["memory_bytes"])
+        leases.add_metric(labels_of(row), row["leases"])
+    limit = GaugeMetricFamily("tensorbroker_model_memory_limit_bytes", "Limit on all of them (--model-memory-limit)")
+    limit.add_metric((), document["model_memory_limit"])
+    yield from (size, leases, limit)
 
 
 def _processes(document: Document) -> Iterator[Metric]:

@@ -314,7 +314,7 @@ def test_requests_of_a_gateway_do_not_wait_for_each_other(core: Core, gate: Gate
     held = asyncio.Event()
 
     class Held:
-        all = core.models.all
+        all, leases = core.models.all, core.models.leases
 
         async def index(self, *, ready: bool = False) -> list[IndexEntry]:
             await held.wait()

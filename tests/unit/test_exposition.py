@@ -45,6 +45,8 @@ def model(name: str = "m", **changes: Any) -> dict[str, Any]:
         "latency": latency(9_000, 150_000, 150_000, 3_000_000_000),
         "failures": {"REJECTED": 1, "CANCELED": 2, "BACKEND": 3, "OTHER": 0},
         "load_s": 0.25,
+        "memory_bytes": 4096,
+        "leases": 2,
         "cached": True,
     }
     return {**row, **changes}
@@ -60,6 +62,7 @@ def document(*models: dict[str, Any]) -> dict[str, Any]:
         "copied_bytes": {"inline_input": 64, "response": 32},
         "regions": {"pool": {"count": 2, "byte_size": 8192}, "system": {"count": 1, "byte_size": 4096}},
         "region_limit": 1 << 40,
+        "model_memory_limit": 8192,
         "clients": {"17": 3},
         "sessions": 2,
         "workers": {
@@ -166,6 +169,9 @@ def test_our_own_series() -> None:
         "tensorbroker_copied_bytes_total{model=m,reason=gather,version=3}": 4096,
         "tensorbroker_copied_bytes_total{model=,reason=inline_input,version=}": 64,
         "tensorbroker_model_queue_depth{model=m,version=3}": 7,
+        "tensorbroker_model_memory_bytes{model=m,version=3}": 4096,
+        "tensorbroker_model_leases{model=m,version=3}": 2,
+        "tensorbroker_model_memory_limit_bytes": 8192,
         "tensorbroker_client_queue_depth{session=17}": 3,
         "tensorbroker_worker_restarts_total{worker=cpu/default}": 1,
         "tensorbroker_lost_wakeups_total{worker=cpu/default}": 0,

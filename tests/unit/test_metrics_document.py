@@ -11,8 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from broker.catalogue import Catalogue
 from broker.channels import Channels
+from broker.leases import Leases
 from broker.metrics import MetricsDocument
+from broker.model_memory import ModelMemory
 from broker.quota import Quota
 from broker.records import GATEWAY, ChannelRecord, Peer
 from broker.statistics_blocks import StatisticsBlocks
@@ -28,7 +31,7 @@ class Worker:
     async def attach_channel(self, record: ChannelRecord) -> None:
         pass
 
-    async def detach_channel(self, channel: int) -> None:
+    async def detach_channel(self, channel: int, *, ended: bool = False) -> None:
         pass
 
 
@@ -50,6 +53,8 @@ class Parts:
         self.registry = Registry()
         self.channels = Channels(lambda key: Worker(), self.registry.quota)
         self.counters = [GatewayCounters.create()]
+        self.leases = Leases()
+        self.memory = ModelMemory(Catalogue(self.blocks), self.blocks, self.leases, 1 << 30, never, lambda name: False)
         self.document = MetricsDocument(
             models=self,
             blocks=self.blocks,
@@ -73,6 +78,10 @@ class Parts:
         for counters in self.counters:
             counters.close()
         os.close(self.blocks.page.fd)
+
+
+async def never(model: str, why: str) -> None:
+    raise AssertionError(f"{model} is unloaded: {why}")
 
 
 @pytest.fixture
@@ -100,6 +109,14 @@ def test_failures_have_tritons_reasons(parts: Parts) -> None:
     (model,) = parts.document()["models"]
     assert model["failures"] == {"REJECTED": 4, "CANCELED": 3, "BACKEND": 3, "OTHER": 2}
     assert (model["latency"][1], model["load_s"]) == (7, 0.5)
+
+
+def test_what_models_take_and_who_keeps_them(parts: Parts) -> None:
+    parts.memory.sizes.note("m", {1: 4096})
+    parts.leases.take(7, 1, "m")
+    found = parts.document()
+    assert (found["models"][0]["memory_bytes"], found["models"][0]["leases"]) == (4096, 1)
+    assert found["model_memory_limit"] == 1 << 30
 
 
 def test_what_a_region_opened_by_a_token_shows_is_its_owners(parts: Parts) -> None:
