@@ -180,7 +180,7 @@ class _Zygote:
         os.close(pidfd)
 
     def _reap(self) -> None:
-        """Workers, and what they left behind: we are the subreaper of their children."""
+        """Workers, and what they left behind: we are the subreaper of their children when they have ended."""
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -195,16 +195,27 @@ class _Zygote:
             status = os.waitpid(pid, 0)[1]
             if (fork := self._workers.pop(pid, None)) is not None:
                 self._say(Exited(id=fork, code=os.waitstatus_to_exitcode(status)))
+            self._end_strays()
+
+    def _end_strays(self) -> None:
+        """Helper processes of a dead worker that had left its group. A living worker adopts its own, not we."""
+        for pid in _children():
+            if pid not in self._workers:
+                os.kill(pid, signal.SIGKILL)  # what it leaves behind comes to us, and its end brings us here again
 
     def _say(self, message: ZygoteMessage, *fds: int) -> None:
         send(self._link, encode(message), fds)
 
 
+def _children() -> list[int]:
+    with open(f"/proc/self/task/{os.getpid()}/children") as listed:
+        return [int(pid) for pid in listed.read().split()]
+
+
 def _end_children() -> None:
     """Workers, and all that they started: whatever loses its parent becomes ours, so this comes to an end."""
     while True:
-        with open(f"/proc/self/task/{os.getpid()}/children") as listed:
-            pids = [int(pid) for pid in listed.read().split()]
+        pids = _children()
         if not pids:
             return
         for pid in pids:
@@ -223,6 +234,7 @@ def _become_worker(link: int, zygote: int, entry: str) -> NoReturn:
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # processes that models leave behind end with this one
         if os.getppid() != zygote:
             os._exit(1)  # it died before we asked to be told
         prctl(PR_SET_NAME, b"tb-worker")

@@ -11,6 +11,7 @@ import ctypes
 import os
 import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -87,6 +88,16 @@ def _spin(seconds: float) -> None:
         pass
 
 
+def _helpers(seconds: float) -> None:
+    """Processes beside this one: in its group, in a session of its own, and one whose parent is gone."""
+    command = ["sleep", f"{1_000_000 + int(seconds)}"]
+    subprocess.Popen(command)
+    subprocess.Popen(command, start_new_session=True)
+    subprocess.run(
+        ["sh", "-c", f"setsid {' '.join(command)} & setsid sh -c '{' '.join(command)} & wait' & "], check=True
+    )
+
+
 ACTS = {
     "add": _add,
     "nap": time.sleep,
@@ -103,6 +114,7 @@ ACTS = {
     "refuse": _refuse,
     "allocate": _allocate,
     "thread": _thread,
+    "helpers": _helpers,
 }
 
 
