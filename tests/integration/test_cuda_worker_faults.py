@@ -124,7 +124,7 @@ def test_memory_that_its_client_freed_and_allocated_anew(tmp_path: Path, cuda_si
 def test_memory_that_goes_while_a_model_runs_on_it(tmp_path: Path, cuda_sim: CudaEnv, how: str) -> None:
     """Freed or not, killed or not: the request ends, and the next client is served."""
     config = adder(tmp_path)
-    slow = cuda_sim.with_settings(CUSIM_DELAY_US=50_000)
+    slow = cuda_sim.with_settings(CUSIM_DELAY_US=20_000)
     with LoneWorker("gpu0/test", slow.environ) as worker, Caller(worker) as caller:
         worker.load(config)
         caller.attach()
