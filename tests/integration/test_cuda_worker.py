@@ -192,6 +192,26 @@ def test_neighbours_of_a_ring_run_in_place(tmp_path: Path, gpu: LoneWorker, appl
         assert copied(block) == {"align": 9 * ROW}
 
 
+def test_each_worker_uses_its_own_gpu(tmp_path: Path, cuda_sim: CudaEnv) -> None:
+    two = cuda_sim.with_settings(CUSIM_DEVICES=2)
+    config = adder(tmp_path)
+    with (
+        Child(two, "tests.fakes.cuda_worker:Client", "1") as there,
+        Child(two, "tests.fakes.cuda_worker:Client", "0") as elsewhere,
+        LoneWorker("gpu1/test", two.environ) as worker,
+        Caller(worker) as caller,
+    ):
+        block = worker.load(config)
+        memory = GpuMemory(worker, there)
+        plan = add_plan(caller.attach(), config, memory)
+        fill(memory, 0, 1, 2)
+        caller.infer(plan)
+        assert result(memory) == [3.0] * 4
+        assert copied(block) == {}
+        with pytest.raises(InferError, match=r"invalid args: it is memory of GPU-.*, this worker runs on GPU-"):
+            GpuMemory(worker, elsewhere)
+
+
 def test_a_completion_means_that_the_gpu_is_done(tmp_path: Path, cuda_sim: CudaEnv, application: Child) -> None:
     """Every operation of a stream takes 3 ms there; what is read at once after a completion is the result."""
     slow = cuda_sim.with_settings(CUSIM_DELAY_US=3000)
