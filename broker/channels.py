@@ -38,8 +38,8 @@ class ChannelWorker(Protocol):
     async def attach_channel(self, record: ChannelRecord) -> None:
         """Returns when the worker's process watches the channel."""
 
-    async def detach_channel(self, channel: int) -> None:
-        """Returns when the worker is idle on it."""
+    async def detach_channel(self, channel: int, *, ended: bool = False) -> None:
+        """Returns when the worker is idle on it. `ended`: its session has."""
 
 
 @final
@@ -113,7 +113,9 @@ class Channels:
     async def end(self, session: int) -> None:
         """Take all channels of a session apart. Nothing is left, whatever becomes of the workers meanwhile."""
         records = self.of(session)
-        results = await asyncio.gather(*(self._close(record.channel) for record in records), return_exceptions=True)
+        results = await asyncio.gather(
+            *(self._close(record.channel, ended=True) for record in records), return_exceptions=True
+        )
         for record, result in zip(records, results, strict=True):
             if isinstance(result, BaseException):
                 log.warning("channel %d was closed without its worker's word: %s", record.channel, result)
@@ -136,10 +138,10 @@ class Channels:
         steps = peer.role == WORKER
         return ChannelRecord(number, peer.session, slots, memory, ledger, bell, pipe_write, steps), pipe_read
 
-    async def _close(self, channel: int) -> None:
+    async def _close(self, channel: int, *, ended: bool = False) -> None:
         record, worker, peer = self._open[channel]
         try:
-            await worker.detach_channel(channel)
+            await worker.detach_channel(channel, ended=ended)
         finally:
             if self._open.pop(channel, None):
                 self._completed[peer.role] += _completed(record)

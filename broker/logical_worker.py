@@ -211,10 +211,10 @@ class Worker:
             self._records.pop(record.channel, None)
             raise
 
-    async def detach_channel(self, channel: int) -> None:
+    async def detach_channel(self, channel: int, *, ended: bool = False) -> None:
         """Returns when the worker is idle on it; then its descriptors may be closed."""
         self._records.pop(channel, None)
-        await self._state.forget(self._state.channels, channel, DetachChannel(channel=channel))
+        await self._state.forget(self._state.channels, channel, DetachChannel(channel=channel, ended=ended))
 
     def refuse(self, session: int, model: str, until_ns: int, *, tell: bool) -> None:
         """Requests of `session` for `model` end as refused until then (CLOCK_MONOTONIC). `tell` the process, too."""

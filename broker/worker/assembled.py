@@ -148,6 +148,7 @@ class _Batch:
         carried = {tensor.name for tensor in self._plan.inputs}  # an id that is a string
         for control in assembly.controls:
             if control.name in carried:
+                self._name_sequences(control.name)
                 continue
             self._add(control.name, control.datatype, assembly.control(control, rows, self._sizes))
         for state in assembly.states:
@@ -164,6 +165,17 @@ class _Batch:
             for helper, array in padder.made(self._lengths, self._sizes, self._padded_to):
                 self._add(helper.name, helper.datatype, array)
         self._outputs = self._wanted()
+
+    def _name_sequences(self, carried: str) -> None:
+        """A model whose ids are strings is told of a sequence's end by its string."""
+        if self._instance.model.endings is None:
+            return
+        index = next(i for i, tensor in enumerate(self._plan.inputs) if tensor.name == carried)
+        for row in self._rows:
+            if row is not None and row.sequence is not None and not row.sequence.text:  # type: ignore[attr-defined]
+                memory = self._tensor(row, index).memory(row.input_position, row.rows)
+                (text,) = datatypes.decode_bytes(memory, 1, carried)
+                row.sequence.text = text.decode(errors="replace")  # type: ignore[attr-defined]
 
     def _tensor(self, row: Request, index: int) -> PlacedTensor:
         assert isinstance(row.plan, Plan)

@@ -8,6 +8,7 @@ from typing import final
 from broker.worker.model import Instance
 from broker.worker.plans import Plan
 from broker.worker.queues import Row
+from broker.worker.sequence_endings import Ending, tell
 from shm.admission import Publishes, Request
 
 SHORT_NS = 200_000  # longer batches run without the lead: a hand-off between threads costs 10-20 µs
@@ -19,9 +20,11 @@ class Batch:
 
     `rows` is what its queue gave: the requests, with None for empty slots of a sequence batch. `number`: its place
     among the model's batches where answers keep their order (`broker.worker.in_order`).
+
+    `endings`: sequences that the model is told of first. There may be nothing else to do: no requests.
     """
 
-    __slots__ = ("alone", "instance", "number", "requests", "rows")
+    __slots__ = ("alone", "endings", "instance", "number", "requests", "rows")
 
     def __init__(
         self, instance: Instance, requests: list[Request], rows: Sequence[Row] = (), *, alone: bool = False
@@ -30,12 +33,19 @@ class Batch:
         self.requests = requests
         self.rows = rows
         self.alone = alone
+        self.endings: Sequence[Ending] = ()
         order = instance.model.in_order
         self.number = 0 if order is None or alone else order.begin()
 
+    def begin(self) -> bool:
+        """Tell the model what it is to know first. Is there something to run?"""
+        if self.endings:
+            tell(self.instance, self.endings)
+        return bool(self.requests)
+
     def short(self) -> bool:
         """Is this known to be over sooner than a hand-off is worth? Unmeasured is long."""
-        if self.alone:
+        if self.alone or self.endings:
             return False
         request = self.requests[0]
         if len(self.requests) == 1 and isinstance(request.plan, Plan):

@@ -311,6 +311,10 @@ class Control:
         if channel is None:
             return True
         self._loop.detach(channel)
+        session = self._sessions[message.channel]
+        if message.ended:
+            self._loop.scheduler.gone(session)
+            self._loop.wake()
 
         def idle() -> bool:
             return all(request is None for request in channel.live)
@@ -319,7 +323,7 @@ class Control:
             self._loop.release(channel)
             channel.close()
             sockets.close_all(self._fds.pop(message.channel))
-            session = self._sessions.pop(message.channel)
+            del self._sessions[message.channel]
             del self._served[session][message.channel]
             if not self._served[session]:
                 del self._served[session]

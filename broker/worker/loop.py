@@ -351,6 +351,9 @@ class Loop:
 
     def _run(self, batch: Batch) -> None:
         requests = batch.requests
+        if not batch.begin():
+            self.scheduler.done(batch)
+            return
         groups = by_channel(requests)
         streams = batch.instance.model.streams
         for channel, own in groups:  # what runs once more has been started, and may have ended

@@ -158,9 +158,13 @@ class AttachChannel(LinkMessage, frozen=True, kw_only=True, tag=True):
 
 
 class DetachChannel(LinkMessage, frozen=True, kw_only=True, tag=True):
-    """The session ended: queued requests are dropped, running ones finish and are discarded. Answered when idle."""
+    """Queued requests are dropped, running ones finish and are discarded. Answered when idle.
+
+    `ended`: so is the session, and nobody goes on with its sequences.
+    """
 
     channel: int
+    ended: bool = False
 
 
 class Drain(LinkMessage, frozen=True, kw_only=True, tag=True):

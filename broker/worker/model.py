@@ -27,6 +27,8 @@ from broker.worker.queue_bytes import bounded
 from broker.worker.queues import Queue
 from broker.worker.rate_limiter import Claim
 from broker.worker.reshape import reshapes
+from broker.worker.sequence_endings import Endings, tell, wants
+from broker.worker.sequences import Sequences
 from broker.worker.warm_up import warm_up
 from shm import statistics
 from shm.admission import Verdict
@@ -148,6 +150,7 @@ class LoadedModel:
         "copied",
         "count",
         "device",
+        "endings",
         "ensemble",
         "files",
         "free",
@@ -192,6 +195,7 @@ class LoadedModel:
         self.claims: tuple[Claim, ...] = ()  # of its instances; () when no rate limiter has a say
         self.ensemble: Ensemble | None = None
         self.reads_parameters = False  # of requests: only those with equal ones run together
+        self.endings: Endings | None = None  # of sequences, if its backend is to be told
         self.pins = 0  # runs of ensembles that are going to use it, or are at it; under the model table's lock
         self.streams: Streams | None = None
         self.runner: CudaRunner | None = None  # of its batches, once it has to do with GPUs
@@ -264,7 +268,14 @@ class LoadedModel:
                 if getattr(instance.runtime, "lane", None) is not None:
                     self.reach_gpus()
                 warm_up(self.config, instance.runtime, self.shape)
+        if isinstance(self.queue, Sequences):
+            self.queue.endings.wanted = any(wants(instance.runtime) for instance in self.instances)
+            self.endings = self.queue.endings if self.queue.endings.wanted else None
         self.free = list(self.instances)
+
+    def tells(self, instance: Instance) -> bool:
+        """Is there a sequence whose end the instance does not know of yet?"""
+        return self.endings is not None and self.endings.waiting(instance.index)
 
     def free_again(self, instance: Instance) -> None:
         """It has run. Caller: the scheduler, with its lock."""
@@ -314,6 +325,8 @@ class LoadedModel:
         if self.ensemble is not None:
             self.ensemble.close()
         for instance in self.instances:
+            if isinstance(self.queue, Sequences):
+                tell(instance, self.queue.unload(instance.index))
             instance.close()
 
 

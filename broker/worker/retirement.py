@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 
 from broker.worker.model import LoadedModel, not_loaded
 from broker.worker.sequences import Sequences
+from shm.admission import Request
 
 
 def needed(model: LoadedModel, now: int) -> bool:
@@ -27,6 +29,15 @@ def claim(model: LoadedModel) -> bool:
         return False
     model.closed = not_loaded(model.name)
     return True
+
+
+def predecessor(retired: Iterable[LoadedModel], request: Request, model: LoadedModel) -> LoadedModel | None:
+    """The one of `retired` that `model` replaced, if this request goes on with a sequence there."""
+    wanted = plans_of(model)
+    for old in retired:
+        if isinstance(old.queue, Sequences) and old.queue.continues(request) and plans_of(old) == wanted:
+            return old
+    return None
 
 
 def plans_of(model: LoadedModel) -> object:

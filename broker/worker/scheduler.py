@@ -15,7 +15,7 @@ from broker.worker.deadlines import Deadlines
 from broker.worker.model import Instance, LoadedModel
 from broker.worker.queues import Row
 from broker.worker.rate_limiter import Pool, RateLimiter, claims_of
-from broker.worker.retirement import claim, needed, plans_of
+from broker.worker.retirement import claim, needed, predecessor
 from broker.worker.sequences import Sequences
 from broker.worker.trim import trim
 from broker.worker.turn import Turn
@@ -72,7 +72,7 @@ class Scheduler:
         for request in requests:
             model: LoadedModel = request.plan.model  # type: ignore[union-attr]
             verdict = model.closed or model.queue.add(request, request.arrival)
-            if verdict is not None and self.retired and (old := self._predecessor(request, model)) is not None:
+            if verdict is not None and self.retired and (old := predecessor(self.retired, request, model)):
                 model, verdict = old, old.queue.add(request, request.arrival)
             if verdict is not None:
                 refused.append((request, verdict))
@@ -86,14 +86,6 @@ class Scheduler:
         if timed:
             self._look_at_times()
         return refused
-
-    def _predecessor(self, request: Request, model: LoadedModel) -> LoadedModel | None:
-        """The model that `model` replaced, if this request goes on with a sequence there."""
-        wanted = plans_of(model)
-        for old in self.retired:
-            if isinstance(old.queue, Sequences) and old.queue.continues(request) and plans_of(old) == wanted:
-                return old
-        return None
 
     def _note(self, request: Request) -> None:
         self._requests += 1
@@ -131,8 +123,7 @@ class Scheduler:
         # Not by the plan's model: the request may be queued for the one that a reload replaced.
         for model in self.queued:
             if model.queue.remove(request):
-                if not len(model.queue):
-                    self._unlist(model)
+                self._list(model)
                 return True
         return False
 
@@ -147,7 +138,25 @@ class Scheduler:
                 model: LoadedModel | None = request.plan.model if request.plan is not None else None  # type: ignore[attr-defined]
                 if model is not None and isinstance(model.queue, Sequences):
                     model.queue.miss(request)
+                    self._list(model)
             self._look_at_times()
+
+    def gone(self, owner: int) -> None:
+        """A client is gone: its sequences are over."""
+        with self.lock:
+            for model in (*self.serving, *self.retired):
+                if isinstance(model.queue, Sequences):
+                    model.queue.gone(owner)
+                    self._list(model)
+            self._look_at_times()
+
+    def _list(self, model: LoadedModel) -> None:
+        """Something has changed in its queue. (What is to be told of sequences waits there, too.)"""
+        if not len(model.queue):
+            if model in self.queued:
+                self._unlist(model)
+        elif model not in self.queued:
+            self.queued.append(model)
 
     def drop(self, channel: WorkerChannel) -> list[Request]:
         """Take back everything queued from one channel: its client is gone."""
@@ -214,7 +223,7 @@ class Scheduler:
             claim = model.claims[instance.index]
             if limiter.fits(claim, kept):
                 rows = model.queue.take(now, instance.index)
-                if rows:
+                if rows or model.tells(instance):
                     limiter.begin(claim)
                     model.free.remove(instance)
                     return self._taken(model, instance, rows)
@@ -230,17 +239,21 @@ class Scheduler:
             except IndexError:
                 return None
             rows = model.queue.take(now, instance.index, model.share(instance))
-            if rows:
+            if rows or model.tells(instance):
                 return self._taken(model, instance, rows)
             model.free.insert(0, instance)  # the next one is another one
         return None
 
     def _taken(self, model: LoadedModel, instance: Instance, rows: Sequence[Row]) -> Batch:
-        instance.block[statistics.CLOSED + model.queue.closed_by] += 1
+        batch = Batch(instance, [row for row in rows if row is not None], rows)
+        if model.endings is not None:
+            batch.endings = model.endings.take(instance.index)
+        if rows:
+            instance.block[statistics.CLOSED + model.queue.closed_by] += 1
         self._unlist(model)
         if len(model.queue):
             self.queued.append(model)  # behind the others: they get their turn
-        return self._begin(Batch(instance, [row for row in rows if row is not None], rows))
+        return self._begin(batch)
 
     def _begin(self, batch: Batch) -> Batch:
         self.running += 1
@@ -268,9 +281,8 @@ class Scheduler:
         with self.lock:
             instance = batch.instance
             if not batch.alone:
-                again = instance.model.queue.done(instance.index, batch.rows)
-                if again and instance.model not in self.queued:
-                    self.queued.append(instance.model)
+                instance.model.queue.done(instance.index, batch.rows)
+                self._list(instance.model)
                 if instance.model.claims and self.limiter is not None:
                     self.limiter.end(instance.model.claims[instance.index])
             instance.model.free_again(instance)
@@ -290,8 +302,7 @@ class Scheduler:
                 for request, verdict in model.queue.late(now):
                     self._deadlines.remove(request)
                     late.append((request, verdict))
-                if model in self.queued and not len(model.queue):
-                    self._unlist(model)
+                self._list(model)
             for request in self._deadlines.passed(now):
                 self._dequeue(request)
                 late.append((request, EXPIRED))

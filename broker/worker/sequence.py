@@ -35,9 +35,12 @@ class Sequence:
 
 @final
 class Line:
-    """One sequence here: what waits of it, what runs, and the slot it holds (None: in the backlog)."""
+    """One sequence here: what waits of it, what runs, and the slot it holds (None: in the backlog).
 
-    __slots__ = ("ended", "key", "last", "own", "queue", "record", "running", "slot")
+    `behind`: an earlier one of the same id whose last step has to be over first, because the model knows both by the id.
+    """
+
+    __slots__ = ("behind", "ended", "key", "last", "over", "own", "queue", "record", "running", "seen", "slot", "why")
 
     def __init__(self, key: Key, record: Sequence) -> None:
         self.key = key
@@ -46,9 +49,17 @@ class Line:
         self.running: Request | None = None
         self.slot: tuple[int, int] | None = None
         self.ended = False  # its END has come
+        self.over = False  # and its last step has run
+        self.behind: Line | None = None
+        self.why = ""  # it has ended, or is about to (`broker.worker.sequence_endings`)
+        self.seen: Sequence | None = None  # of the step that ran last
         self.own = 0  # the flags of a sequence that is one request without an id, run again and again
         self.last = 0  # when something was heard of it last, or its last run ended
 
     def ready(self) -> bool:
         """May its next step run?"""
-        return bool(self.queue) and self.running is None
+        if not self.queue or self.running is not None:
+            return False
+        if self.behind is not None and self.behind.over:
+            self.behind = None
+        return self.behind is None

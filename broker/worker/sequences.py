@@ -12,6 +12,7 @@ from collections.abc import Sequence as Rows
 from typing import Final
 
 from broker.repository.scheduling import SequenceBatching
+from broker.worker import sequence_endings as endings
 from broker.worker.queues import Row
 from broker.worker.sequence import Key, Line, Sequence
 from shm import statistics
@@ -35,6 +36,7 @@ class Sequences:
     """Slots, backlog and time-outs, the same in both strategies."""
 
     pinned = True
+    by_slot = False  # do models know their sequences by slots? else by ids
 
     def __init__(
         self, name: str, config: SequenceBatching, instances: int, slots: int, delay: int = 0, backlog_delay: int = 0
@@ -51,6 +53,7 @@ class Sequences:
         self._quiet: OrderedDict[Line, None] = OrderedDict()  # those that can time out, the longest idle first
         self._dropped: dict[Request, Verdict] = {}  # they leave by `late`
         self._again: set[Request] = set()  # those that wait to run once more: they have begun, and leave by `done` only
+        self.endings = endings.Endings(instances)
         self._waiting = 0
         self._until = 0  # draining: when it is over
         self.late_at = 0
@@ -59,7 +62,7 @@ class Sequences:
         self._hold = (delay, backlog_delay)  # TRITONSERVER_DELAY_SCHEDULER, TRITONSERVER_BACKLOG_DELAY_SCHEDULER
 
     def __len__(self) -> int:
-        return self._waiting + len(self._dropped)
+        return self._waiting + len(self._dropped) + len(self.endings)  # until the model knows of them, too
 
     def add(self, request: Request, now: int) -> Verdict | None:
         """Take the request into its sequence's line; a verdict in Triton's words when it breaks a rule."""
@@ -76,6 +79,8 @@ class Sequences:
             record = Sequence(number)
             if line is None:
                 line = self._live[key] = Line(key, record)
+                if self.endings.wanted and not self.by_slot:
+                    line.behind = next((each for each in reversed(self._lines.values()) if each.key == key), None)
                 if not self._place(line):
                     self._backlog[line] = None
             else:
@@ -97,8 +102,10 @@ class Sequences:
         if alone:
             line.own = SEQUENCE_START
         if request.flags & SEQUENCE_END or alone:
-            line.ended = True
+            line.ended, line.why = True, endings.END
             del self._live[key]
+            if not alone:
+                self.endings.note(key, endings.END)
         self._touch(line, now)
         self._look()
         return None
@@ -114,10 +121,10 @@ class Sequences:
         if request.sequence_id and not request.flags & SEQUENCE_START:
             if _key(request) in self._live:
                 return None
-            return Code.INVALID_ARG, (
-                f"inference request for sequence {request.sequence_id} {to_model} the START flag on the first request"
-                " of the sequence"
-            )
+            text = f"inference request for sequence {request.sequence_id} {to_model} the START flag on the first"
+            text += " request of the sequence"
+            past = self.endings.past(_key(request)) if _key(request)[0] else ""  # Triton's clients get its own text
+            return Code.INVALID_ARG, text + (f"; the sequence of this id is over: {past}" if past else "")
         if self._until:
             return STOPPING
         return None
@@ -187,9 +194,9 @@ class Sequences:
         del line.queue[request], self._lines[request]
         self._waiting -= 1
         if request.ended == Code.CANCELLED:
-            self._end(line, CANCELLED)
+            self._end(line, CANCELLED, endings.CANCELLED)
         elif request.flags & SEQUENCE_START:
-            self._end(line, EXPIRED)
+            self._end(line, EXPIRED, endings.EXPIRED)
         else:
             self._settle(line)
         self._look()
@@ -202,18 +209,31 @@ class Sequences:
         if line is None:
             line = next((line for line in self._lines.values() if line.key == key), None)
         if line is not None:
-            self._end(line, CANCELLED)
+            self._end(line, CANCELLED, endings.CANCELLED)
             self._look()
+
+    def gone(self, owner: int) -> None:
+        """The client is gone: nobody goes on with its sequences."""
+        for line in [line for key, line in self._live.items() if key[0] == owner]:
+            self._end(line, CANCELLED, endings.CLIENT_GONE)
+        self._look()
+
+    def unload(self, instance: int) -> list[endings.Ending]:
+        """What the model is still to be told when this instance of it goes."""
+        for index, line in enumerate(self._slots[instance]):
+            if line is not None and line.seen is not None:
+                self.endings.add(instance, self._which(line.seen, index), line.why or endings.UNLOAD)
+        return self.endings.take(instance)
 
     def late(self, now: int) -> list[tuple[Request, Verdict]]:
         """End idle sequences, and those in the backlog with a request whose time-out has passed."""
         for line in [line for line, until in self._patience.items() if until <= now]:
-            self._end(line, EXPIRED)
+            self._end(line, EXPIRED, endings.EXPIRED)
         while self._quiet:
             line = next(iter(self._quiet))
             if now - line.last < self._idle:
                 break
-            self._end(line, EXPIRED)
+            self._end(line, EXPIRED, endings.IDLE)
         dropped, self._dropped = self._dropped, {}
         self._look()
         return list(dropped.items())
@@ -237,6 +257,9 @@ class Sequences:
         line.running = request
         record = request.sequence
         assert isinstance(record, Sequence)
+        if line.seen is not None and line.seen is not record and line.slot is not None:
+            self.endings.add(line.slot[0], self._which(line.seen, line.slot[1]), endings.START)
+        line.seen = record
         record.flags = request.flags | line.own
         if self._config.iterative_sequence:
             record.run_flags = record.flags = 0 if request in self._again else record.flags
@@ -258,7 +281,10 @@ class Sequences:
         elif line not in self._quiet:
             self._quiet[line] = None
 
-    def _end(self, line: Line, verdict: Verdict) -> None:
+    def _which(self, record: Sequence, index: int) -> int | str:
+        return index if self.by_slot else record.text or record.id
+
+    def _end(self, line: Line, verdict: Verdict, why: str) -> None:
         """The sequence is over; what runs of it frees the slot when it ends."""
         for request in [request for request in line.queue if request not in self._again]:
             del line.queue[request], self._lines[request]
@@ -266,7 +292,8 @@ class Sequences:
             self._waiting -= 1
         if self._live.get(line.key) is line:
             del self._live[line.key]
-        line.ended = True
+            self.endings.note(line.key, why)
+        line.ended, line.why = True, why
         self._quiet.pop(line, None)
         self._settle(line)
 
@@ -274,9 +301,12 @@ class Sequences:
         self._quiet.pop(line, None)
         self._backlog.pop(line, None)
         self._patience.pop(line, None)
+        line.over = True
         if line.slot is None:
             return
         instance, index = line.slot
+        if line.seen is not None:
+            self.endings.add(instance, self._which(line.seen, index), line.why)
         self._slots[instance][index] = None
         line.slot = None
         while self._backlog:

@@ -21,6 +21,8 @@ from shm import statistics
 class DirectSequences(Sequences):
     """A sequence keeps one row of one instance's batches; rows that have nothing to do are None."""
 
+    by_slot = True
+
     def take(self, now: int, instance: int = 0, most: int = 0) -> Rows[Row]:
         """Rows up to the highest occupied slot, when one of them has a request."""
         ready = self._next(now, instance)

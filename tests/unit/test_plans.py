@@ -56,7 +56,7 @@ class Recorder:
         if self.refusal:
             raise self.refusal
 
-    async def detach_channel(self, channel):
+    async def detach_channel(self, channel, *, ended=False):
         self.log.append(("detach", channel))
         if self.refusal:
             raise self.refusal
