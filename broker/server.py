@@ -8,6 +8,7 @@ SIGTERM → no new connections, no new requests → gateways and workers drain �
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import resource
@@ -17,7 +18,7 @@ import sys
 import time
 from collections.abc import Coroutine
 from importlib.metadata import version as distribution_version
-from typing import final
+from typing import Any, final
 
 from msgspec.structs import replace
 
@@ -343,12 +344,21 @@ def serve(options: Options) -> int:
         print(error, file=sys.stderr)
         return 1
     try:
-        return asyncio.run(_serve(options, run))
+        return _run(_serve(options, run))
     except RunDirectoryError as error:
         print(error, file=sys.stderr)
         return 1
     finally:
         run.release()
+
+
+def _run(life: Coroutine[Any, Any, int]) -> int:
+    runner = asyncio.Runner()
+    try:
+        return runner.run(life)
+    finally:
+        with contextlib.suppress(RuntimeError):  # the threads of its executor are ended by one that may not start
+            runner.close()
 
 
 async def _serve(options: Options, run: RunDirectory) -> int:

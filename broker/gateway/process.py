@@ -11,6 +11,7 @@ would take its clients' requests along.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import resource
@@ -118,7 +119,12 @@ def main(fd: int, counters: int) -> int:
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     logs.set_up(options.log)
-    return asyncio.run(Gateway(options, GatewayCounters(counters)).run(socket.socket(fileno=fd)))
+    runner = asyncio.Runner()
+    try:
+        return runner.run(Gateway(options, GatewayCounters(counters)).run(socket.socket(fileno=fd)))
+    finally:
+        with contextlib.suppress(RuntimeError):  # the threads of its executor are ended by one that may not start
+            runner.close()
 
 
 @final

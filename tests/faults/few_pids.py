@@ -25,7 +25,7 @@ from tests.faults.lab import SAME, Lab, eventually
 PID_MAX, LAST_PID = Path("/proc/sys/kernel/pid_max"), Path("/proc/sys/kernel/ns_last_pid")
 FEW = 400
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
-LOOK_S = 0.02
+LIMIT_S = 30.0
 
 
 class Crowd:
@@ -99,6 +99,12 @@ def f04(directory: Path) -> None:
         client.tell("end")
         client.result()
         all_serve(lab)
+        crowd = Crowd()
+        crowd.fill()
+        lab.broker.process.terminate()
+        assert lab.broker.process.wait(LIMIT_S) == 0, lab.broker.log()
+        crowd.leave()
+        assert "start new thread" not in lab.broker.log().rpartition("Signal (15)")[2], lab.broker.log()
 
 
 def serves_on(client: child.Any) -> None:
