@@ -195,7 +195,7 @@ class Loop:
                     channel.ring_held()
                 self._take(channel, now)
             batch = None
-            if scheduler.queued or scheduler.suspects:
+            if not found or scheduler.queued or scheduler.suspects:
                 if scheduler.deadline and now >= scheduler.deadline:
                     self._refuse(scheduler.expired(now))
                 batch = scheduler.due(now)

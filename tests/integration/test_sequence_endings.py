@@ -1,0 +1,179 @@
+"""Backends with `sequence_ended` in a real broker: END, a new START, silence, a client that dies, unload."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.http as triton
+from tritonclient.utils import InferenceServerException
+
+import clientlib
+from shm.errors import InferError
+from tests.fakes.broker import eventually
+from tests.fakes.gateways import Gateway, url_of
+
+BACKEND = """
+import os
+
+
+def load(context):
+    return Model(os.path.join(context.config.directory, "told"))
+
+
+class Model:
+    def __init__(self, path):
+        self.path = path
+        self.running = False
+
+    def bind(self, inputs, outputs):
+        return Run(self, inputs[0], outputs[0])
+
+    def sequence_ended(self, which, reason):
+        assert not self.running
+        with open(self.path, "a") as file:
+            print(which, reason, file=file)
+
+    def close(self):
+        pass
+
+
+class Run:
+    def __init__(self, model, x, y):
+        self.model, self.x, self.y = model, x, y
+
+    def run(self):
+        self.model.running = True
+        self.value = self.x.memory.view("float32").reshape(self.x.shape) + 1
+        self.model.running = False
+
+    def results(self):
+        return [self.value]
+"""
+CONFIG = """
+backend: "told"
+max_batch_size: 4
+input { name: "x" data_type: TYPE_FP32 dims: [ 1 ] }
+output { name: "y" data_type: TYPE_FP32 dims: [ 1 ] }
+"""
+STRATEGIES = {
+    "slots": "sequence_batching { max_sequence_idle_microseconds: 60000000 direct { } }",
+    "ids": "sequence_batching { max_sequence_idle_microseconds: 60000000 oldest { max_candidate_sequences: 4 } }",
+    "short": "sequence_batching { max_sequence_idle_microseconds: 200000 oldest { max_candidate_sequences: 4 } }",
+    "texts": """sequence_batching {
+      max_sequence_idle_microseconds: 60000000
+      oldest { max_candidate_sequences: 4 }
+      control_input { name: "id" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_STRING } }
+    }""",
+}
+GOES = """
+import os, sys
+import clientlib
+
+client = clientlib.connect(sys.argv[1])
+region = client.create_region("steps", 64)
+x, y = region.tensor((1, 1), "FP32"), region.tensor((1, 1), "FP32", offset=8)
+client.prepare("ids", {"x": x}, {"y": y}).infer(sequence_id=77, sequence_start=True, timeout=20)
+os._exit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    root = tmp_path_factory.mktemp("endings")
+    for name, batching in STRATEGIES.items():
+        (root / "models" / name / "1").mkdir(parents=True)
+        (root / "models" / name / "config.pbtxt").write_text(CONFIG + batching)
+        (root / "models" / name / "backend.py").write_text(BACKEND)
+    (root / "run").mkdir(mode=0o700)
+    flags = ["--model-control-mode=explicit", "--load-model=*"]
+    with Gateway(root / "models", root / "run", *flags) as broker:
+        yield broker.ready()
+
+
+def told(broker: Gateway, model: str) -> list[str]:
+    path = Path(broker.directory).parent / "models" / model / "told"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+class Steps:
+    """A client of one model."""
+
+    def __init__(self, client: clientlib.Client, model: str) -> None:
+        region = client.create_region("steps", 64)
+        self.x = region.array((1, 1), np.float32)
+        x, y = region.tensor((1, 1), "FP32"), region.tensor((1, 1), "FP32", offset=8)
+        self.plan = client.prepare(model, {"x": x}, {"y": y})
+
+    def __call__(self, number: int, *, start: bool = False, end: bool = False) -> None:
+        self.x[...] = number
+        result = self.plan.infer(sequence_id=number, sequence_start=start, sequence_end=end, timeout=20)
+        assert result["y"].tolist() == [[number + 1]]
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time that a process has had."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_each_end_is_told_once(broker: Gateway) -> None:
+    with clientlib.connect(broker.directory) as client:
+        step = Steps(client, "slots")
+        step(5, start=True)
+        step(6, start=True)
+        step(5, end=True)
+        eventually(lambda: told(broker, "slots") == ["0 end"], "END, with nothing else to run")
+        step(6, start=True)
+        eventually(lambda: told(broker, "slots") == ["0 end", "1 start"], "a new START")
+        with pytest.raises(InferError, match="the sequence of this id is over: it has had its END"):
+            step(5)
+    eventually(lambda: told(broker, "slots") == ["0 end", "1 start", "1 client_gone"], "the client has left")
+
+
+def test_silence(broker: Gateway) -> None:
+    with clientlib.connect(broker.directory) as client:
+        step = Steps(client, "short")
+        step(9, start=True)
+        eventually(lambda: told(broker, "short") == ["9 idle"])
+        began, before = time.monotonic(), sum(map(cpu_s, broker.descendants()))
+        time.sleep(0.5)
+        busy = sum(map(cpu_s, broker.descendants())) - before
+        assert busy < (time.monotonic() - began) / 2, "nobody looks for it any more"
+        with pytest.raises(InferError, match="nothing of it came for max_sequence_idle_microseconds"):
+            step(9)
+
+
+def test_a_client_that_dies(broker: Gateway) -> None:
+    subprocess.run([sys.executable, "-c", GOES, broker.directory], check=True, timeout=60)
+    eventually(lambda: told(broker, "ids") == ["77 client_gone"])
+
+
+def test_ids_that_are_strings(broker: Gateway) -> None:
+    """Which only clients of the gateways have."""
+    with triton.InferenceServerClient(url_of(broker, "http").split("//")[1]) as client:
+        given = triton.InferInput("x", [1, 1], "FP32")
+        given.set_data_from_numpy(np.ones((1, 1), np.float32))
+        client.infer("texts", [given], sequence_id="camera-7", sequence_start=True)
+        client.infer("texts", [given], sequence_id="camera-7", sequence_end=True)
+        eventually(lambda: told(broker, "texts") == ["camera-7 end"])
+        with pytest.raises(InferenceServerException) as refused:
+            client.infer("texts", [given], sequence_id="camera-7")
+        assert refused.value.message().endswith("START flag on the first request of the sequence"), "as Triton says it"
+
+
+def test_unload(broker: Gateway) -> None:
+    with clientlib.connect(broker.directory) as client:
+        client.load("short")
+        before = len(told(broker, "short"))
+        Steps(client, "slots")(8, start=True)
+        client.unload("slots")
+        eventually(lambda: told(broker, "slots")[-1] == "0 unload")
+        client.load("slots")
+        assert len(told(broker, "short")) == before
