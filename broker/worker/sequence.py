@@ -37,7 +37,7 @@ class Sequence:
 class Line:
     """One sequence here: what waits of it, what runs, and the slot it holds (None: in the backlog).
 
-    `behind`: an earlier one of the same id whose last step has to be over first, because the model knows both by the id.
+    `behind`: an earlier one of the same id, whose last step has to be over first: the model knows both by the id.
     """
 
     __slots__ = ("behind", "ended", "key", "last", "over", "own", "queue", "record", "running", "seen", "slot", "why")

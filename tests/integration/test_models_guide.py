@@ -17,7 +17,7 @@ GUIDE = (ROOT / "docs" / "models.md").read_text()
 def broker(tmp_path_factory: pytest.TempPathFactory):
     root = tmp_path_factory.mktemp("guide")
     files = re.findall(r"`(models/\S+)`:\n\n```\w*\n(.*?)```", GUIDE, re.DOTALL)
-    assert len(files) == 6
+    assert len(files) == 8
     for name, text in files:
         path = root / name
         (path.parent / "1").mkdir(parents=True, exist_ok=True)
@@ -31,6 +31,6 @@ def broker(tmp_path_factory: pytest.TempPathFactory):
 def test_the_guides_models_answer_as_it_says(broker: Broker) -> None:
     python = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
     clients = [block for block in python if "client." in block]
-    assert len(clients) == 4
+    assert len(clients) == 5
     (printed,) = re.findall(r"```text\n(.*?)```", GUIDE, re.DOTALL)
     assert run_script("\n".join(clients), Path(broker.directory)) == printed
