@@ -15,7 +15,7 @@ import clientlib
 from tests.faults import child, unruly
 from tests.faults.lab import OTHER, SAME, Lab, eventually
 
-STILL_S = 6 * unruly.HANG_S
+STILL_S = 3 * unruly.HANG_S
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 
 import clientlib
 from tests.faults import child, raw, unruly
-from tests.faults.lab import SAME, Lab, eventually, scaled
+from tests.faults.lab import OTHER, SAME, Lab, eventually, scaled
 from tests.faults.measure import alive
 
 MIB = 1 << 20
@@ -339,4 +340,36 @@ def test_w11_others_prepare_and_run_while_poison_kills(lab):
         told = other.result()
         assert told["OK "] > 0
         assert set(told) <= {"OK ", TWICE}
+    lab.settled(replaced=SAME)
+
+
+# --- W-14: what a model has started -----------------------------------------------------------------------------------
+
+
+MARK, HELPERS = 14, 5  # processes: four that sleep, and a shell that waits for one of these
+
+
+def helpers() -> set[int]:
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if f"{1_000_000 + MARK}" in path.read_text():
+                found.add(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_w14_helpers_of_a_model_end_with_its_worker(lab):
+    """Wherever they went; another worker's death is none of theirs."""
+    before = helpers()
+    assert lab.offend(ask, model="unruly", act="helpers", tag=next(TAGS), seconds=MARK) == ["OK", "", True]
+    started = eventually(lambda: new if len(new := helpers() - before) >= HELPERS else None, "helpers")
+    assert len({os.getsid(pid) for pid in started}) > 2, "some have left the worker's session"
+    os.kill(lab.worker_pid(OTHER), signal.SIGKILL)
+    eventually(lambda: lab._is_ready(OTHER), "the other worker is back")
+    assert helpers() - before == started
+    lab.settled(replaced=OTHER)
+    kill_worker(lab)
+    eventually(lambda: not helpers() - before, "all have ended")
     lab.settled(replaced=SAME)
