@@ -370,6 +370,6 @@ def _limits(given: Iterable[QueuePolicy]) -> bool:
 def has_timeouts(config: ModelConfig) -> bool:
     """Do requests leave its queue by themselves?"""
     batching = config.dynamic_batching
-    if batching is None:
-        return config.sequence_batching is not None
-    return bool(config.max_queue_bytes) or _limits(policies(batching))
+    if batching is None or config.max_queue_bytes:
+        return bool(config.max_queue_bytes) or config.sequence_batching is not None
+    return _limits(policies(batching))

@@ -42,21 +42,24 @@ def input_bytes(request: Request) -> int:
 class ByteBound:
     """One request is always let in where nothing waits, so that none is too large for ever.
 
-    Where the queue inside has `drop_oldest`, the oldest go for a new one.
+    Where the queue inside has `drop_oldest`, the oldest go for a new one. Else no client is kept out that has less
+    here than others: the newest of the one that has most are refused for it.
     """
 
-    __slots__ = ("_began", "_inside", "_most", "_pace", "_sizes", "_total")
+    __slots__ = ("_began", "_dropped", "_inside", "_lines", "_most", "_pace", "_sizes", "_total")
 
     def __init__(self, inside: Queue, most: int) -> None:
         self._inside = inside
         self._most = most
         self._sizes: dict[Request, int] = {}  # of what waits
+        self._lines: dict[int, _Line] = {}  # the same, by client (a channel, as in `broker.worker.fair_line`)
+        self._dropped: dict[Request, Verdict] = {}  # they leave by `late`
         self._total = 0
         self._pace = _Pace()
         self._began = 0  # when the batch before was taken, while something has waited ever since
 
     def __len__(self) -> int:
-        return len(self._inside)
+        return len(self._inside) + len(self._dropped)
 
     @property
     def pinned(self) -> bool:
@@ -65,8 +68,8 @@ class ByteBound:
 
     @property
     def late_at(self) -> int:
-        """As inside."""
-        return self._inside.late_at
+        """As inside, but at once when something is to leave."""
+        return 1 if self._dropped else self._inside.late_at
 
     @property
     def closed_by(self) -> int:
@@ -79,16 +82,37 @@ class ByteBound:
         while self._sizes and self._total + size > self._most:
             inside = self._inside
             gone = inside.let_oldest_go(request, now) if isinstance(inside, DynamicBatcher) else None
-            if gone is None:
+            if gone is not None:
+                self._left((gone,))
+            elif not self._make_room(request, size):
                 return self._full(request, size)
-            self._left((gone,))
         verdict = self._inside.add(request, now)
         if verdict is None:
             if not self._sizes:
                 self._began = 0
             self._sizes[request] = size
+            self._lines.setdefault(id(request.channel), _Line()).add(request, size)
             self._total += size
         return verdict
+
+    def _make_room(self, request: Request, size: int) -> bool:
+        """Refuse the newest of the client with most bytes, if that has no less even then."""
+        own = self._lines.get(id(request.channel))
+        most = max(self._lines.values(), key=lambda line: line.total)
+        need, found, freed = self._total + size - self._most, list[Request](), 0
+        for newest in reversed(most.sizes):
+            if freed >= need:
+                break
+            if newest.priority == request.priority:
+                found.append(newest)
+                freed += most.sizes[newest]
+        if freed < need or most.total - freed < (own.total if own else 0) + size:
+            return False
+        for newest in found:
+            self._dropped[newest] = self._full(newest, self._sizes[newest])
+            self._inside.remove(newest)
+        self._left(found)
+        return True
 
     def _full(self, request: Request, size: int) -> Verdict:
         if request.plan is None or not request.plan.owner:
@@ -109,9 +133,18 @@ class ByteBound:
         return rows
 
     def _left(self, rows: Sequence[Row]) -> int:
-        size = sum(self._sizes.pop(row, 0) for row in rows if row is not None)
-        self._total -= size
-        return size
+        total = 0
+        for row in rows:
+            size = self._sizes.pop(row, None) if row is not None else None
+            if row is None or size is None:
+                continue
+            total += size
+            client = id(row.channel)
+            self._lines[client].remove(row)
+            if not self._lines[client].sizes:
+                del self._lines[client]
+        self._total -= total
+        return total
 
     def wants(self, now: int, instance: int = 0) -> bool:
         """As inside."""
@@ -127,6 +160,8 @@ class ByteBound:
 
     def remove(self, request: Request) -> bool:
         """As inside."""
+        if self._dropped.pop(request, None) is not None:
+            return True
         found = self._inside.remove(request)
         if found:
             self._left((request,))
@@ -136,7 +171,27 @@ class ByteBound:
         """As inside."""
         late = self._inside.late(now)
         self._left([request for request, _ in late])
+        late += self._dropped.items()
+        self._dropped.clear()
         return late
+
+
+@final
+class _Line:
+    """What waits of one client, the newest last."""
+
+    __slots__ = ("sizes", "total")
+
+    def __init__(self) -> None:
+        self.sizes: dict[Request, int] = {}
+        self.total = 0
+
+    def add(self, request: Request, size: int) -> None:
+        self.sizes[request] = size
+        self.total += size
+
+    def remove(self, request: Request) -> None:
+        self.total -= self.sizes.pop(request)
 
 
 @final

@@ -136,7 +136,37 @@ def test_who_has_it_and_what_follows():
     assert lone.alone, "a lone request is run at once as ever"
     batching = DynamicBatching(default_queue_policy=QueuePolicy(drop_oldest=True))
     assert has_timeouts(config("100", batching)), "what is dropped leaves by itself"
+    assert has_timeouts(config("100"))
+    assert not has_timeouts(config("0"))
     assert isinstance(queue_for(config("100", batching, batch=1), 1), DynamicBatcher)
+
+
+@pytest.mark.parametrize("inside", [SingleQueue(), DynamicBatcher(4, DynamicBatching())])
+def test_a_client_that_has_less_is_not_kept_out(inside):
+    queue = ByteBound(inside, 100)
+    greedy = [of(25, channel="x") for _ in range(4)]
+    for request in greedy:
+        assert queue.add(request, 1) is None
+    modest, large = of(30, channel="y"), of(60, channel="z")
+    assert queue.add(large, 1) is not None, "it would have more than the others then"
+    assert queue.add(modest, 1) is None
+    assert (queue.late_at, len(queue)) == (1, 5)
+    assert [request for request, _ in queue.late(1)] == [greedy[3], greedy[2]]
+    assert len(queue) == 3
+    assert queue.add(of(25, channel="x"), 1) is not None
+    assert not queue.late(1)
+
+
+def test_one_that_is_refused_for_another_can_be_cancelled_first():
+    queue = ByteBound(SingleQueue(), 100)
+    greedy = [of(50, channel="x") for _ in range(2)]
+    for request in greedy:
+        queue.add(request, 1)
+    queue.add(of(10, channel="y"), 1)
+    assert queue.remove(greedy[1])
+    assert not queue.remove(greedy[1])
+    assert not queue.late(1)
+    assert len(queue) == 2
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -169,3 +199,7 @@ def test_whatever_happens_the_bytes_are_those_of_what_waits(seed):
         assert len(queue) == len(waiting)
         assert total <= 200 or len(waiting) == 1
         assert queue._total == total
+        lines = {id(request.channel): 0 for request in waiting}
+        for request in waiting:
+            lines[id(request.channel)] += input_bytes(request)
+        assert {client: line.total for client, line in queue._lines.items()} == lines
