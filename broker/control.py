@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, Protocol, final
 
 from broker import gateway_answers, lease_answers
@@ -72,13 +73,13 @@ class Control:
         self.plans = plans
         self.channels = channels
         self.status = status
-        self.principals = Principals(registry)
+        self.principals = Principals(registry, partial(open_cuda, self))
         self.strict_readiness = strict_readiness
         self.log_state = log_state or LogState(LogOptions(), lambda options: None)
         self.trace_state = trace_state or TraceState()
         self.metrics = metrics
         self.on_serving: Callable[[Peer, Serving], None] | None = None
-        self.cuda_worker: Callable[[str], RegionWorker | None] = lambda uuid: None  # one on this GPU that is up
+        self.cuda_worker: Callable[[str], RegionWorker | None] = lambda uuid: None  # one that opens its memory
         self.exiting = False
         self._epoch = epoch
         self._version = version
@@ -171,14 +172,15 @@ def register_cuda(control: Control, peer: Peer, request: messages.RegisterCuda, 
 
 
 async def open_cuda(control: Control, entry: RegionEntry) -> None:
-    """Have a worker of its GPU open it, if there is one: what it cannot open is not registered (InferError)."""
+    """Have a worker that will use it open it, if one is up: what it cannot open is not registered (InferError)."""
     worker = control.cuda_worker(entry.cuda.device) if entry.cuda is not None else None
     if worker is None:
         return
     try:
         await control.registry.map_at(worker, (entry,))
     except InferError:
-        await control.registry.unregister(entry.session, entry.name)
+        if not entry.draining:  # else its name may be another's by now
+            await control.registry.unregister(entry.session, entry.name)
         raise
 
 

@@ -26,6 +26,7 @@ from shm.gateway_messages import (
     ListFor,
     LogSettings,
     Metrics,
+    RegisterCudaFor,
     RegisterFor,
     ServerState,
     Serving,
@@ -85,6 +86,14 @@ async def register_for(parts: Parts, peer: Peer, request: RegisterFor) -> Answer
     return Answer(region_info(entry))
 
 
+async def register_cuda_for(parts: Parts, peer: Peer, request: RegisterCudaFor) -> Answer:
+    """Answered when a worker has opened the memory, so that what cannot be opened is refused."""
+    entry = await parts.principals.register_cuda(
+        request.principal, request.name, request.handle, request.ordinal, request.byte_size
+    )
+    return Answer(region_info(entry))
+
+
 async def unregister_for(parts: Parts, peer: Peer, request: UnregisterFor) -> Answer:
     """Answered when no worker will use the region for a new request."""
     await parts.principals.unregister(request.principal, request.name, request.kind)
@@ -99,7 +108,9 @@ async def list_for(parts: Parts, peer: Peer, request: ListFor) -> Answer:
 async def use_region(parts: Parts, peer: Peer, request: UseRegion) -> Answer:
     """The principal's region as one of the gateway's session."""
     entry = parts.principals.use(peer, request.principal, request.name)
-    return Answer(region_info(entry), (entry.fd,))
+    if request.descriptor and entry.fd < 0:
+        raise InferError(Code.UNSUPPORTED, f"shared memory region '{request.name}' has no descriptor: it is on a GPU")
+    return Answer(region_info(entry), (entry.fd,) if request.descriptor else ())
 
 
 async def serving(parts: Parts, peer: Peer, request: Serving) -> Answer:
@@ -168,6 +179,7 @@ def _for_gateways(function: Function[R]) -> Function[R]:
 
 ANSWERS: dict[type[Message], Function[Any]] = {
     RegisterFor: _for_gateways(register_for),
+    RegisterCudaFor: _for_gateways(register_cuda_for),
     UnregisterFor: _for_gateways(unregister_for),
     ListFor: _for_gateways(list_for),
     UseRegion: _for_gateways(use_region),

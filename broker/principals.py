@@ -16,18 +16,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from typing import final
 
 from broker.records import Peer, RegionEntry, record
 from broker.registry import Registry
 from shm import regions
+from shm.cuda.descriptor import LEGACY, CudaMemory
 from shm.errors import Code, InferError
 from shm.message_values import Principal, RegionRecord
 
 PRINCIPAL = "principal"  # role of its record
 UNUSED_S = 60.0  # without a name and without use
 LOOK_EVERY_S = 10.0
+# What a worker says of memory that it cannot use, whichever name it knows it by.
+_REFUSED = re.compile(r"failed to register shared memory region '.*': invalid args: (?P<why>.*)", re.DOTALL)
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +52,10 @@ class _Registration:
 class Principals:
     """All principals that own something."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, open_cuda: Callable[[RegionEntry], Awaitable[None]]) -> None:
+        """`open_cuda`: has a worker open the memory; raises InferError and retires it if that fails."""
         self._registry = registry
+        self._open_cuda = open_cuda
         self._peers: dict[Principal, Peer] = {}
         self._last = 0
         self._busy: dict[Principal, set[_Registration]] = {}
@@ -65,10 +72,7 @@ class Principals:
         Registering a name again under the same key succeeds when the key leads to another object by now: whoever made
         the old one is gone or has made it anew, and the old registration is retired.
         """
-        peer = self._peers.get(principal)
-        if peer is None:
-            self._last -= 1
-            peer = self._peers[principal] = Peer(self._last, 0, principal.uid, PRINCIPAL)
+        peer = self._peer(principal)
         registration = _Registration(name)
         self._busy.setdefault(principal, set()).add(registration)
         try:
@@ -84,6 +88,27 @@ class Principals:
             self._busy[principal].remove(registration)
             if not self._busy[principal]:
                 del self._busy[principal]
+            self._tidy(principal)
+
+    async def register_cuda(
+        self, principal: Principal, name: str, handle: bytes, ordinal: int, byte_size: int
+    ) -> RegionEntry:
+        """GPU memory by the handle of its whole allocation, of which it is the first bytes. Triton's texts.
+
+        `ordinal` counts the GPUs that the broker sees. How large the allocation is, and whether it is on that GPU, is
+        the driver's word to the worker that opens it. A region does not end with whoever exported it: a handle does not
+        tell who that is. It stays until it is unregistered, or a new allocation at its address takes its place.
+        """
+        peer = self._peer(principal)
+        try:
+            memory = _memory(name, handle, ordinal, byte_size, self._registry.cuda_devices())
+            entry = self._registry.register_cuda(peer, name, memory, writable=True)
+            entry.key = str(ordinal)
+            await self._open_cuda(entry)
+            return entry
+        except InferError as error:
+            raise _refusal(error, name, principal) from None
+        finally:
             self._tidy(principal)
 
     async def unregister(self, principal: Principal, name: str, kind: str) -> None:
@@ -152,6 +177,13 @@ class Principals:
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
+    def _peer(self, principal: Principal) -> Peer:
+        peer = self._peers.get(principal)
+        if peer is None:
+            self._last -= 1
+            peer = self._peers[principal] = Peer(self._last, 0, principal.uid, PRINCIPAL)
+        return peer
+
     def _number(self, principal: Principal) -> int:
         peer = self._peers.get(principal)
         return peer.session if peer is not None else 0  # which no session has
@@ -181,3 +213,36 @@ def _in_tritons_words(error: InferError) -> InferError:
     if error.message.startswith("Unable to open shared memory region"):
         return InferError(Code.INTERNAL, error.message)
     return error
+
+
+def _memory(name: str, handle: bytes, ordinal: int, byte_size: int, devices: Sequence[str]) -> CudaMemory:
+    """What such a registration means. `devices`: UUIDs. Raises InferError with Triton's texts."""
+    if not devices:
+        raise InferError(
+            Code.INVALID_ARG,
+            f"failed to register CUDA shared memory region: '{name}', GPUs not supported: the broker sees none "
+            "(`tensorbroker status` says why)",
+        )
+    if ordinal >= len(devices):
+        raise _invalid(name, f"the broker's GPUs are 0 to {len(devices) - 1}, it is said to be on {ordinal}")
+    if not byte_size:
+        raise InferError(Code.INVALID_ARG, f"failed to register shared memory region '{name}': invalid args")
+    return CudaMemory(
+        kind=LEGACY, device=devices[ordinal], allocation_size=byte_size, offset=0, byte_size=byte_size, handle=handle
+    )
+
+
+def _invalid(name: str, why: str) -> InferError:
+    return InferError(Code.INVALID_ARG, f"failed to register shared memory region '{name}': invalid args: {why}")
+
+
+def _refusal(error: InferError, name: str, principal: Principal) -> InferError:
+    """As Triton says it: without the reason, which is in the log, and with the name only for a wrong size."""
+    if error.message.startswith(f"Unable to find shared memory region: '{name}'"):
+        return InferError(Code.CANCELLED, f"shared memory region '{name}' was unregistered meanwhile")
+    refused = _REFUSED.fullmatch(error.message)
+    if refused is None:
+        return error
+    log.info("CUDA region '%s' of uid %d cannot be registered: %s", name, principal.uid, refused["why"])
+    named = f" '{name}'" if refused["why"].startswith("the allocation has") else ""
+    return InferError(Code.INVALID_ARG, f"failed to register shared memory region{named}: invalid args")

@@ -72,10 +72,11 @@ class RegionEntry:
     session: int = 0
     owner_pid: int = 0
     owner_uid: int = 0
-    key: str = ""  # POSIX name of a system region
+    key: str = ""  # POSIX name of a system region; the GPU's number of a principal's CUDA region
     token: str = ""  # under which other sessions may open it
     source: tuple[int, int] | None = None  # (region, generation) that this one was opened from by a token
     cuda: CudaMemory | None = None  # what "cuda" regions are
+    owner_session: int = 0  # whose memory it is, if another session's
     draining: bool = False  # retired; some worker has not acknowledged it yet
 
     @property
@@ -124,7 +125,7 @@ def add_region(entry: RegionEntry) -> AddRegion:
         inode=entry.inode,
         writable=entry.writable,
         cuda=entry.cuda,
-        owner=entry.session,
+        owner=entry.owner_session or entry.session,
     )
 
 
@@ -139,4 +140,6 @@ def region_info(entry: RegionEntry) -> RegionInfo:
         offset=entry.offset,
         file_size=entry.file_size,
         writable=entry.writable,
+        device=entry.device,
+        inode=entry.inode,
     )

@@ -21,7 +21,7 @@ import logging
 import os
 import secrets
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, final
 
 from broker.cuda_regions import check_served, identity_of
@@ -58,7 +58,7 @@ class Registry:
 
     def __init__(self, quota: Quota) -> None:
         self.quota = quota
-        self.cuda_devices: Callable[[], Collection[str]] = tuple  # UUIDs of the GPUs that workers run on
+        self.cuda_devices: Callable[[], Sequence[str]] = tuple  # UUIDs of the GPUs, in the broker's order
         self._names: dict[int, dict[str, RegionEntry]] = {}
         self._tokens: dict[str, RegionEntry] = {}
         self._draining: dict[int, RegionEntry] = {}  # by generation
@@ -196,7 +196,7 @@ class Registry:
             raise
         identity = regions.FileIdentity(owner.device, owner.inode, owner.file_size, owner.writable)
         entry = self._entry(peer, name, owner.kind, fd, owner.byte_size, owner.offset, identity)
-        entry.source, entry.cuda = owner.identity, owner.cuda
+        entry.source, entry.cuda, entry.owner_session = owner.identity, owner.cuda, owner.session
         self._opened.setdefault(owner.generation, []).append(entry)
         return self._add(entry)
 

@@ -153,8 +153,9 @@ class Workers:
         return iter(tuple(self._workers.values()))
 
     def on_gpu(self, uuid: str) -> Worker | None:
-        """One that runs on this GPU and is up."""
-        return next((worker for worker in self if worker.device == uuid and worker.state == "ready"), None)
+        """One that is up and opens this GPU's memory: it runs there, or else on the CPU, where the memory is copied."""
+        ready = [worker for worker in self if worker.state == "ready" and worker.device in (uuid, "")]
+        return max(ready, key=lambda worker: worker.device == uuid, default=None)
 
     @property
     def zygote_pid(self) -> int | None:

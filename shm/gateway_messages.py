@@ -5,7 +5,9 @@ Part of the protocol that `shm.messages` describes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from shm.message_values import IndexEntry, Message, Name, Principal, Size, Text
 
@@ -53,6 +55,16 @@ class RegisterFor(Message, frozen=True, kw_only=True, tag=True):
     offset: Size = 0
 
 
+class RegisterCudaFor(Message, frozen=True, kw_only=True, tag=True):
+    """GPU memory by its cudaIpcMemHandle_t. `ordinal`: the broker's own number of the GPU, from 0."""
+
+    principal: Principal
+    name: Name
+    handle: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
+    ordinal: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+    byte_size: Size
+
+
 class UnregisterFor(Message, frozen=True, kw_only=True, tag=True):
     """`name` "" means all of the principal's regions of `kind` ("system", "cuda"; "": any). Unknown names succeed."""
 
@@ -68,11 +80,13 @@ class ListFor(Message, frozen=True, kw_only=True, tag=True):
 class UseRegion(Message, frozen=True, kw_only=True, tag=True):
     """Open the principal's region in the gateway's own session. The reply's `name` is what plans call it there.
 
-    Asked again for the same region, the answer is the same. It ends with the principal's region.
+    Asked again for the same region, the answer is the same. It ends with the principal's region. `descriptor`: one
+    descriptor of its file comes along, which GPU memory has not.
     """
 
     principal: Principal
     name: Name
+    descriptor: bool = False
 
 
 class Serving(Message, frozen=True, kw_only=True, tag=True):

@@ -21,8 +21,8 @@ Client → broker (reply):
     GetConfig → Config       GetIndex → Index       GetServer → ServerState   GetMetrics → Metrics
     LogSettings, TraceSettings → Settings
 Gateway → broker, on behalf of a principal (reply):
-    RegisterFor → RegionInfo UnregisterFor → Done     ListFor → Regions
-    UseRegion → RegionInfo + 1 fd                Serving → Done
+    RegisterFor, RegisterCudaFor → RegionInfo    UnregisterFor → Done     ListFor → Regions
+    UseRegion → RegionInfo (+ 1 fd if asked)     Serving → Done
 Worker → broker, for ensembles with members in other workers: PrepareStep → Prepared, beside what any client may ask.
 Broker → client, unasked (id 0): Starting, Goodbye; to gateways: Exiting, Settings (of the log) and
 Tracing when they have changed.
@@ -48,6 +48,7 @@ from shm.gateway_messages import (
     ListFor,
     LogSettings,
     Metrics,
+    RegisterCudaFor,
     RegisterFor,
     ServerState,
     Serving,
@@ -253,7 +254,7 @@ class Models(Message, frozen=True, kw_only=True, tag=True):
 
 
 class RegionInfo(Message, frozen=True, kw_only=True, tag=True):
-    """`file_size` is the whole object behind the descriptor; the region is [offset, offset + byte_size) of it."""
+    """[offset, offset + byte_size) of an object of `file_size` bytes, which `device` and `inode` tell from others."""
 
     name: str
     kind: str
@@ -263,6 +264,8 @@ class RegionInfo(Message, frozen=True, kw_only=True, tag=True):
     offset: int = 0
     file_size: int = 0
     writable: bool = True
+    device: int = 0
+    inode: int = 0
 
 
 class Token(Message, frozen=True, kw_only=True, tag=True):
@@ -335,6 +338,7 @@ Request = (
     | LogSettings
     | TraceSettings
     | RegisterFor
+    | RegisterCudaFor
     | UnregisterFor
     | ListFor
     | UseRegion

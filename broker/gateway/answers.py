@@ -11,11 +11,11 @@ from broker.gateway.classification import classify
 from broker.gateway.kserve import DECOUPLED, InferRequest, InferResponse, OutputTensor, Parameter
 from broker.gateway.plan_cache import Entry
 from broker.gateway.regions import Alias
+from broker.gateway.timeouts import EXPIRED
 from clientlib.failures import PlanOutdated
 from clientlib.results import InferResult
 from shm.errors import Code, InferError
 
-EXPIRED: Final = "Request timeout expired"
 UNKNOWN_ID: Final = "<id_unknown>"
 # What a request is told whose plan names something that is not there any more. It has not run.
 _GONE: Final = re.compile(

@@ -5,7 +5,8 @@ asks the broker nothing. Used by `broker.gateway.service`, on one event loop.
 
 Outputs in a region are written by the model itself (`Entry.direct`). While a live request writes the same range, as
 load generators do that use one output region for all their requests, a request runs with results in the gateway's own
-memory, and they are written to the region when it is free: no request is refused, and every answer is whole.
+memory, and they are written to the region when it is free: no request is refused, and every answer is whole. Memory of
+a GPU is not written here: such a request waits until the range is free (`broker.gateway.turns.in_turn`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Final, NamedTuple, final
 
@@ -22,19 +23,19 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.gateway import correlation, validation
-from broker.gateway.answers import EXPIRED, is_gone, response_of, told
+from broker.gateway.answers import is_gone, response_of, told
 from broker.gateway.kserve import Caller, InferRequest, InferResponse, Transport, one_answer_only
 from broker.gateway.lasting import Holder, Lasting
 from broker.gateway.offenders import Offenders
 from broker.gateway.plan_cache import Entry, PlanCache, check_room, given_parameters, key_of, prepare
 from broker.gateway.regions import Alias, OutsideRegion, RegionCache, Writer, check_range
 from broker.gateway.streaming import AnyResponses, OneResponse, ResponseStream, Run
-from broker.gateway.timeouts import deadline_of, queue_timeout_of
-from broker.gateway.turns import Queues, give_back_all, take_all
+from broker.gateway.timeouts import deadline_of, queue_timeout_of, until
+from broker.gateway.turns import Queues, give_back_all, in_turn, take_all
 from clientlib.async_client import AsyncClient
 from clientlib.failures import RangeInUse
 from clientlib.results import InferResult
-from clientlib.submission import MAX_PRIORITY, remaining_s
+from clientlib.submission import MAX_PRIORITY
 from shm.errors import Code, InferError
 from shm.gateway_messages import Config, GetConfig
 from shm.message_values import ModelMetadata
@@ -227,6 +228,9 @@ class Inference:
                 if entry.tight:
                     await self._grow(entry, deadline_ns)
                 return response_of(entry, request, await self._submit(entry, request, deadline_ns))
+            if entry.on_gpu:
+                run = partial(self._submit, entry, request, deadline_ns)
+                return response_of(entry, request, await in_turn(entry.turns, run, deadline_ns))
             if entry.direct:
                 result = await self._run_direct(entry, request, deadline_ns)
                 if result is not None:
@@ -242,7 +246,7 @@ class Inference:
             raise
 
     async def _grow(self, entry: Entry, deadline_ns: int) -> None:
-        async with _until(deadline_ns):
+        async with until(deadline_ns):
             await self.plans.grow(entry)
 
     async def _entry(
@@ -272,7 +276,7 @@ class Inference:
             model = resolved.model or await self.metadata(request.model, resolved.version)
             return await prepare(self._client, model, request, resolved.aliases, direct=direct)
 
-        async with _until(deadline_ns):
+        async with until(deadline_ns):
             return await self.plans.get(key, make)
 
     async def _run_and_copy(self, entry: Entry, request: InferRequest, deadline_ns: int) -> InferResponse:
@@ -291,7 +295,7 @@ class Inference:
         targets = {name: target for name, target in entry.targets.items() if name in result}
         for name, target in targets.items():
             check_room(name, target, result[name].nbytes)
-        async with _until(deadline_ns):
+        async with until(deadline_ns):
             await take_all(entry.turns)
         try:
             for name, target in targets.items():
@@ -381,13 +385,3 @@ class Inference:
 def _priority(request: InferRequest) -> int:
     """More than any model has levels means its default."""
     return request.priority if 0 <= request.priority <= MAX_PRIORITY else 0
-
-
-@contextlib.asynccontextmanager
-async def _until(deadline_ns: int) -> AsyncIterator[None]:
-    """What takes longer raises InferError UNAVAILABLE."""
-    try:
-        async with asyncio.timeout(remaining_s(deadline_ns)):
-            yield
-    except TimeoutError:
-        raise InferError(Code.UNAVAILABLE, EXPIRED) from None

@@ -45,6 +45,11 @@ class Target(NamedTuple):
     offset: int
     byte_size: int
 
+    @property
+    def on_gpu(self) -> bool:
+        """Is it memory of a GPU?"""
+        return self.alias.region.kind == "cuda"
+
 
 @final
 class Entry:
@@ -56,6 +61,7 @@ class Entry:
     `ensemble`: its responses tell the sequence that they belong to.
     `decoupled`: there may be any number of responses to a request, which come one by one.
     `text_id`: the sequence id is an input, the last one.
+    `on_gpu`: some of `targets` are memory of a GPU, which only the model's worker can write.
     `labels`: the class names of outputs that have some, as the last request that asked for classes found them.
     """
 
@@ -69,6 +75,7 @@ class Entry:
         "growing",
         "inside",
         "labels",
+        "on_gpu",
         "outputs",
         "plan",
         "small",
@@ -98,6 +105,7 @@ class Entry:
         self.decoupled = model.decoupled
         self.ensemble = model.platform == "ensemble"
         self.direct = direct
+        self.on_gpu = any(target.on_gpu for target in targets.values())
         self.small = True
         self.growing: asyncio.Task[None] | None = None
         self.inside = 0
@@ -237,6 +245,8 @@ async def prepare(
     correlation.check(model, request)
     given, (model, request) = model, correlation.with_text(model, request)
     targets = {o.name: Target(aliases[o.region], o.offset, o.byte_size) for o in outputs if o.region}
+    if model.decoupled:
+        _check_decoupled(model, targets)
     places = _places(model, request, targets)
     _check_overlap(model, request, places, aliases)
     if (
@@ -287,8 +297,21 @@ def _places(model: ModelMetadata, request: InferRequest, targets: Mapping[str, T
         if not shapes.is_open(metadata.datatype, shape):
             room = datatypes.byte_size(metadata.datatype, shape)
             check_room(name, target, room)
+        elif target.on_gpu:
+            check_room(name, target, max(room, 1))  # without any nothing says where the model could write
         places[name] = TensorRef(target.alias.region, metadata.datatype, shape, target.offset, room, room)
     return places
+
+
+def _check_decoupled(model: ModelMetadata, targets: Mapping[str, Target]) -> None:
+    """Each response goes where the one before went, so the gateway writes it, which reaches no GPU."""
+    for name, target in targets.items():
+        if target.on_gpu:
+            raise InferError(
+                Code.UNSUPPORTED,
+                f"output '{name}' of decoupled model '{model.name}' cannot be written to CUDA shared memory region "
+                f"'{target.alias.name}': use system shared memory, or none",
+            )
 
 
 def check_room(name: str, target: Target, needed: int) -> None:

@@ -20,14 +20,16 @@ from typing import Protocol, final
 from broker.gateway.kserve import Buffer, Caller
 from broker.gateway.turns import Turn
 from clientlib.region import MappedRegion
+from shm.cuda.descriptor import HANDLE_SIZE
 from shm.errors import Code, InferError
-from shm.gateway_messages import ListFor, RegisterFor, UnregisterFor, UseRegion
+from shm.gateway_messages import ListFor, RegisterCudaFor, RegisterFor, UnregisterFor, UseRegion
 from shm.message_values import Message, Principal, RegionRecord
 from shm.messages import RegionInfo, Regions, Reply, Unregister
 
 DISABLED = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
 KINDS = {"system": "system", "cuda": "CUDA"}  # as Triton's texts spell them
 MAX_NAME = 256  # characters
+MAX_DEVICE = 2**31 - 1
 MAX_ALIASES = 4096
 KEEP_S = 5.0  # a descriptor after its last use
 MAX_SIZE = 2**63 - 1  # bytes, of what a message carries
@@ -119,11 +121,7 @@ class RegionCache:
     async def register_system(self, caller: Caller, name: str, key: str, byte_size: int, offset: int) -> None:
         """Register POSIX shared memory for the caller's principal."""
         principal = self._principal(caller)
-        if not 1 <= len(name) <= MAX_NAME:
-            raise InferError(
-                Code.INVALID_ARG,
-                f"cannot register shared memory region '{name}': a name has 1 to {MAX_NAME} characters",
-            )
+        _check_name(name)
         if not (0 <= byte_size <= MAX_SIZE and 0 <= offset <= MAX_SIZE):
             raise InferError(Code.INVALID_ARG, f"failed to register shared memory region '{name}': invalid args")
         await self._client.call(
@@ -131,9 +129,16 @@ class RegionCache:
         )
 
     async def register_cuda(self, caller: Caller, name: str, handle: bytes, device: int, byte_size: int) -> None:
-        """There is no GPU memory yet; the text is Triton's for a handle that cannot be opened."""
-        self._principal(caller)
-        raise InferError(Code.INVALID_ARG, "failed to register shared memory region: invalid args")
+        """Register an allocation on GPU `device` of the broker for the caller's principal, by its IPC handle."""
+        principal = self._principal(caller)
+        if len(handle) != HANDLE_SIZE or not 0 <= device <= MAX_DEVICE:  # a handle of another length opens nothing
+            raise InferError(Code.INVALID_ARG, "failed to register shared memory region: invalid args")
+        _check_name(name)
+        if not 0 <= byte_size <= MAX_SIZE:
+            raise InferError(Code.INVALID_ARG, f"failed to register shared memory region '{name}': invalid args")
+        await self._client.call(
+            RegisterCudaFor(principal=principal, name=name, handle=handle, ordinal=device, byte_size=byte_size)
+        )
 
     async def unregister(self, caller: Caller, kind: str, name: str) -> None:
         """Retire one region of the caller's principal, or with `name` "" all of `kind`. Unknown names succeed."""
@@ -182,13 +187,13 @@ class RegionCache:
         if principal is None or not 1 <= len(name) <= MAX_NAME:
             raise unknown(name)
         try:
-            reply, fds = await self._client.call(UseRegion(principal=principal, name=name), expects=1)
+            reply, _ = await self._client.call(UseRegion(principal=principal, name=name))
         except InferError as error:
             if error.code == Code.NOT_FOUND.name:
                 raise unknown(name) from None
             raise
         assert isinstance(reply, RegionInfo)
-        alias = self._keep((principal, name), reply, fds[0])
+        alias = self._keep((principal, name), reply)
         while len(self._aliases) > self._limit:
             oldest = self._drop(next(iter(self._aliases)))
             with contextlib.suppress(InferError):
@@ -200,7 +205,7 @@ class RegionCache:
         loop = asyncio.get_running_loop()
         alias.used = loop.time()
         if alias.writer is None:
-            asked = UseRegion(principal=alias.principal, name=alias.name)
+            asked = UseRegion(principal=alias.principal, name=alias.name, descriptor=True)
             reply, fds = await self._client.call(asked, expects=1)
             writer = Writer(fds[0])
             assert isinstance(reply, RegionInfo)
@@ -217,15 +222,11 @@ class RegionCache:
         if self._aliases.get(key) is alias:
             self._drop(key)
 
-    def _keep(self, key: tuple[Principal, str], info: RegionInfo, fd: int) -> Alias:
-        try:
-            status = os.fstat(fd)
-        finally:
-            os.close(fd)
+    def _keep(self, key: tuple[Principal, str], info: RegionInfo) -> Alias:
         known = self._aliases.get(key)
         if known is not None and (known.region.name, known.generation) == (info.name, info.generation):
             return known  # others asked at the same time
-        region = self._client.name_region(info, (status.st_dev, status.st_ino))
+        region = self._client.name_region(info, (info.device, info.inode))
         alias = self._aliases[key] = Alias(*key, next(self._numbers), info.generation, region)
         self._aliases.move_to_end(key)
         return alias
@@ -240,6 +241,13 @@ class RegionCache:
         if principal is None:
             raise InferError(Code.UNSUPPORTED, DISABLED)
         return principal
+
+
+def _check_name(name: str) -> None:
+    if not 1 <= len(name) <= MAX_NAME:
+        raise InferError(
+            Code.INVALID_ARG, f"cannot register shared memory region '{name}': a name has 1 to {MAX_NAME} characters"
+        )
 
 
 def _let_go(alias: Alias) -> None:

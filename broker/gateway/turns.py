@@ -7,9 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
-from collections.abc import AsyncIterator, Hashable, Sequence
-from typing import final
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
+from typing import Final, TypeVar, final
+
+from broker.gateway.timeouts import until
+from clientlib.failures import RangeInUse
+
+FIRST_WAIT_S: Final = 0.0005  # before one looks again whether a range is free, and the longest such wait
+LAST_WAIT_S: Final = 0.016
+IN_USE_S: Final = 60.0  # and how long that is tried
+T = TypeVar("T")
 
 
 @final
@@ -94,3 +103,25 @@ def give_back_all(turns: Sequence[Turn]) -> None:
     """The end of `take_all`."""
     for turn in turns:
         turn.give_back()
+
+
+async def in_turn(turns: Sequence[Turn], run: Callable[[], Awaitable[T]], deadline_ns: int) -> T:
+    """What `run` gives, called once nobody else writes the ranges of `turns`.
+
+    `run` raises RangeInUse, and has done nothing, while somebody does who has no turn here: another gateway's request,
+    or one whose caller has left. It is called again then, for `IN_USE_S` at most.
+    """
+    wait_s, ends = FIRST_WAIT_S, time.monotonic() + IN_USE_S
+    while True:
+        async with until(deadline_ns):
+            await take_all(turns)
+        try:
+            return await run()
+        except RangeInUse:
+            if time.monotonic() > ends:
+                raise
+        finally:
+            give_back_all(turns)
+        async with until(deadline_ns):
+            await asyncio.sleep(wait_s)
+        wait_s = min(2 * wait_s, LAST_WAIT_S)

@@ -13,7 +13,7 @@ from broker.gateway.kserve import Caller
 from broker.gateway.regions import DISABLED, RegionCache, check_range
 from clientlib.region import NamedRegion
 from shm.errors import Code, InferError
-from shm.gateway_messages import ListFor, RegisterFor, UnregisterFor, UseRegion
+from shm.gateway_messages import ListFor, RegisterCudaFor, RegisterFor, UnregisterFor, UseRegion
 from shm.message_values import Principal, RegionRecord
 from shm.messages import Done, RegionInfo, Regions, Unregister
 
@@ -51,7 +51,7 @@ class FakeClient:
             case ListFor(principal=principal):
                 rows = [record for (owner, _), (record, _) in self.held.items() if owner == principal]
                 return Regions(regions=tuple(rows)), []
-            case UseRegion(principal=principal, name=name):
+            case UseRegion(principal=principal, name=name, descriptor=descriptor):
                 if (principal, name) not in self.held:
                     raise InferError(Code.NOT_FOUND, f"Unable to find shared memory region: '{name}': internals")
                 record, fd = self.held[principal, name]
@@ -63,8 +63,11 @@ class FakeClient:
                     byte_size=SIZE - record.offset,
                     offset=record.offset,
                     file_size=SIZE,
+                    device=os.fstat(fd).st_dev,
+                    inode=os.fstat(fd).st_ino,
                 )
-                return info, [os.dup(fd)]
+                assert expects == int(descriptor)
+                return info, [os.dup(fd)] if descriptor else []
         return Done(), []
 
     def name_region(self, info, identity):
@@ -146,12 +149,28 @@ def test_names_have_bounds(client, name):
     asyncio.run(test())
 
 
-def test_cuda_memory_cannot_be_opened(client):
+def test_cuda_memory_is_registered_for_the_principal(client):
+    asyncio.run(RegionCache(client).register_cuda(LOCAL, "r", b"h" * 64, 1, 64))
+    assert client.asked == [RegisterCudaFor(principal=MINE, name="r", handle=b"h" * 64, ordinal=1, byte_size=64)]
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "device", "byte_size", "text"),
+    [
+        *(("", length, 0, 0, "region: invalid args") for length in (0, 1, 63, 65, 10_000)),
+        ("r", 64, -1, 64, "region: invalid args"),
+        ("r", 64, 2**31, 64, "region: invalid args"),
+        ("r", 64, 0, -1, "region 'r': invalid args"),
+        ("r", 64, 0, 2**63, "region 'r': invalid args"),
+    ],
+)
+def test_what_cannot_be_cuda_memory_is_not_asked_for(client, name, length, device, byte_size, text):
     async def test():
-        with refused(Code.INVALID_ARG, "failed to register shared memory region: invalid args"):
-            await RegionCache(client).register_cuda(LOCAL, "r", b"h" * 64, 0, 64)
+        with refused(Code.INVALID_ARG, f"failed to register shared memory {text}"):
+            await RegionCache(client).register_cuda(LOCAL, name, bytes(length), device, byte_size)
 
     asyncio.run(test())
+    assert client.asked == []
 
 
 def test_status(client):

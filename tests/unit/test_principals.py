@@ -80,13 +80,17 @@ def shm() -> Iterator[Shm]:
 Scenario = Callable[[Registry, Principals, Shm], Coroutine[Any, Any, None]]
 
 
+async def no_gpu(entry: RegionEntry) -> None:
+    raise AssertionError("no GPU memory here")
+
+
 def scenario(body: Scenario) -> Callable[[Shm], None]:
     """Run `body` on a loop; afterwards nothing may be left."""
 
     def test(shm: Shm) -> None:
         async def main() -> None:
             registry = Registry(Quota(1 << 20))
-            principals = Principals(registry)
+            principals = Principals(registry, no_gpu)
             try:
                 await body(registry, principals, shm)
                 for principal in (ME, OTHER):

@@ -1,0 +1,234 @@
+"""GPU memory of unmodified HTTP, gRPC and ZeroMQ clients, served by a real broker: simulated; not run on hardware.
+
+The clients are processes of their own, as CUDA wants it. TensorRT is a double (tests/doubles/tensorrt.py).
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import struct
+from collections.abc import Iterator
+
+import pytest
+
+from tests.doubles import tensorrt as double
+from tests.fakes import models
+from tests.fakes.cuda import ROOT, CudaEnv
+from tests.fakes.cuda_children import Child
+from tests.fakes.cuda_worker import BACKEND
+from tests.fakes.gateways import Gateway
+from tests.fakes.zmq_gateway import HandZmqClient
+from tests.integration.test_cuda_served import ADDER, IDENTITY, PLAN
+
+pytestmark = pytest.mark.timeout(120)
+SIZE, APART = 4096, 1024
+SHAPE = [1, 4]
+INVALID = "failed to register shared memory region: invalid args"
+
+
+@pytest.fixture(scope="module")
+def env(cuda_sim: CudaEnv) -> CudaEnv:
+    return cuda_sim.with_settings(CUSIM_DEVICES=2, CUSIM_PEER=0)
+
+
+@pytest.fixture(scope="module")
+def broker(env: CudaEnv, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    directory = tmp_path_factory.mktemp("front-ends")
+    repository = directory / "repository"
+    models.write_model(repository, "on_cpu", config=IDENTITY % "KIND_CPU")
+    models.write_model(repository, "add", config=ADDER)
+    (repository / "add" / "backend.py").write_text(BACKEND)
+    (repository / "add" / "1" / "model.plan").write_bytes(double.plan("add", *PLAN))
+    (directory / "run").mkdir()
+    with Gateway(
+        repository,
+        directory / "run",
+        "--allow-client-shm=true",
+        "--cuda-region-memory=1048576",
+        before=lambda: os.environ.update(env.environ, PYTHONPATH=str(ROOT)),
+        gateways=2,
+    ) as running:
+        yield running.ready()
+
+
+@pytest.fixture(params=["http", "grpc"])
+def user(request: pytest.FixtureRequest, broker: Gateway, env: CudaEnv) -> Iterator[Child]:
+    address = f"127.0.0.1:{broker.ports[request.param]}"
+    with Child(env, "tests.fakes.cuda_triton:TritonCaller", "simulated", request.param, address) as child:
+        yield child
+        if child.process.poll() is None:
+            child.call("unregister_all")
+
+
+def opens(broker: Gateway, env: CudaEnv) -> tuple[int, int]:
+    """Handles that the GPU's worker has opened, and closed."""
+    pid = next(row["pid"] for row in broker.status()["workers"] if row["key"] == "gpu0/tensorrt")
+    calls = env.calls(pid)
+    return calls.get("cuIpcOpenMemHandle", 0), calls.get("cuIpcCloseMemHandle", 0)
+
+
+def test_tritons_flow(broker: Gateway, env: CudaEnv, user: Child) -> None:
+    """As simple_{http,grpc}_cudashm_client do it."""
+    user.call("unregister_all")
+    for name in ("in", "out"):
+        user.call("create", name, SIZE, 0)
+        assert user.call("register", name, name, 0, SIZE) == ""
+    assert user.call("status") == [["in", 0, SIZE], ["out", 0, SIZE]]
+    assert user.call("status", "in") == [["in", 0, SIZE]]
+    user.call("set", "in", [1, 2, 3, 4, 10, 20, 30, 40])
+    before = opens(broker, env)
+    for model, inputs, expected in (
+        ("add", {"INPUT0": ("in", 0), "INPUT1": ("in", 16)}, [11, 22, 33, 44]),
+        ("on_cpu", {"INPUT0": ("in", 16)}, [10, 20, 30, 40]),
+    ):
+        for _ in range(3):
+            user.call("set", "out", [0, 0, 0, 0])
+            assert user.call("infer", model, inputs, {"OUTPUT0": ("out", 0)}, SHAPE) == {}
+            assert user.call("get", "out", 4) == expected
+    assert opens(broker, env) == before, "a request opens nothing"
+    assert user.call("unregister", "in") == user.call("unregister", "nix") == ""
+    assert "Unable to find cuda shared memory region: 'in'" in user.call("status", "in")
+    said = user.call("infer", "on_cpu", {"INPUT0": ("in", 0)}, {"OUTPUT0": ("out", 0)}, SHAPE)
+    assert "Unable to find shared memory region: 'in'" in said
+    assert user.call("unregister", "") == ""
+    assert user.call("status") == []
+    opened, closed = opens(broker, env)
+    assert opened == closed
+    assert user.call("destroy", "in") + user.call("destroy", "out") == 1
+
+
+def test_memory_of_all_kinds_in_one_request(user: Child) -> None:
+    user.call("create", "g", SIZE, 0)
+    assert user.call("register", "g", "g", 0, SIZE) == user.call("register_system", "s", SIZE) == ""
+    try:
+        user.call("set", "g", [1, 2, 3, 4])
+        user.call("set_system", "s", [5, 5, 5, 5])
+        both = {"INPUT0": ("g", 0), "INPUT1": ("s", 0)}
+        assert user.call("infer", "add", both, {"OUTPUT0": None}, SHAPE) == {"OUTPUT0": [6, 7, 8, 9]}
+        assert user.call("infer", "add", both, {"OUTPUT0": 2}, SHAPE) == {"OUTPUT0": ["9.000000:3", "8.000000:2"]}
+        assert user.call("infer", "add", both, {"OUTPUT0": ("s", APART)}, SHAPE) == {}
+        assert user.call("get_system", "s", 260)[256:] == [6, 7, 8, 9]
+        inline = {"INPUT0": [1, 1, 1, 1], "INPUT1": ("g", 0)}
+        assert user.call("infer", "add", inline, {"OUTPUT0": ("g", APART)}, SHAPE) == {}
+        assert user.call("get", "g", 260)[256:] == [2, 3, 4, 5]
+        assert user.call("infer", "on_cpu", {"INPUT0": ("g", 0)}, {"OUTPUT0": 1}, SHAPE) == {"OUTPUT0": ["4.000000:3"]}
+    finally:
+        user.call("destroy_system", "s")
+
+
+def test_what_lies_outside_or_over_something(user: Child) -> None:
+    user.call("create", "g", SIZE, 0)
+    assert user.call("register", "g", "g", 0, SIZE // 2) == "", "the first half of the allocation"
+    assert user.call("register", "other", "g", 0, SIZE) == "", "the same memory by another name"
+    for inputs, output, expected in (
+        (("g", SIZE // 2), ("g", 0), "Invalid offset for shared memory region: 'g'"),
+        (("g", SIZE // 2 - 8), ("g", 0), "Invalid offset + byte size for shared memory region: 'g'"),
+        (("g", 0), ("g", 8), "output 'OUTPUT0' overlaps input 'INPUT0'"),
+        (("g", 0), ("other", 8), "output 'OUTPUT0' overlaps input 'INPUT0'"),
+        (("g", 0), ("g", 64, 8), "shared memory size specified with the request for output 'OUTPUT0' (8 bytes)"),
+    ):
+        assert expected in user.call("infer", "on_cpu", {"INPUT0": inputs}, {"OUTPUT0": output}, SHAPE)
+
+
+def test_handles_that_open_nothing(broker: Gateway, env: CudaEnv, user: Child) -> None:
+    handle: bytes = user.call("create", "g", SIZE, 0)
+    before = opens(broker, env)
+    said = user.call("register", "g", "g", 0, 1 << 19)
+    assert said.endswith("failed to register shared memory region 'g': invalid args")
+    for device in (1, 99):
+        assert user.call("register", "g", "g", device, SIZE).endswith(INVALID)
+    worker = next(row["pid"] for row in broker.status()["workers"] if row["key"] == "gpu0/tensorrt")
+    own = handle[:4] + struct.pack("<i", worker) + handle[8:]  # as if that worker had exported it
+    for bad in (bytes(64), bytes(range(64)), own):
+        assert user.call("register_handle", "g", base64.b64encode(bad), 0, SIZE).endswith(INVALID)
+    for length in (1, 63, 65):
+        said = user.call("register_handle", "g", base64.b64encode(bytes(length)), 0, SIZE)
+        assert said.endswith((INVALID, "'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t"))
+    user.call("create", "freed", SIZE, 0)
+    stale = user.call("handle", "freed")
+    user.call("destroy", "freed")
+    assert user.call("register_handle", "g", stale, 0, SIZE).endswith(INVALID)
+    opened, closed = (after - earlier for after, earlier in zip(opens(broker, env), before, strict=True))
+    assert user.call("status") == []
+    assert user.call("register", "g", "g", 0, SIZE) == ""
+    assert user.call("register", "g", "g", 0, SIZE).endswith("shared memory region 'g' already in manager")
+    assert (opens(broker, env)[1], closed) == (before[1] + closed, 1), "the one that was too large was closed"
+    assert opened >= closed
+
+
+def test_one_output_region_for_all_requests(user: Child) -> None:
+    """As load generators have it; two gateways do not know of each other's requests."""
+    user.call("create", "g", SIZE, 0)
+    assert user.call("register", "g", "g", 0, SIZE) == ""
+    user.call("set", "g", [1, 2, 3, 4])
+    for model, inputs in (("on_cpu", {"INPUT0": ("g", 0)}), ("add", {"INPUT0": ("g", 0), "INPUT1": ("g", 0)})):
+        assert user.call("infer_at_once", model, inputs, {"OUTPUT0": ("g", APART)}, SHAPE, 16) == []
+    assert user.call("get", "g", 260)[256:] == [2, 4, 6, 8]
+
+
+def test_a_stream_of_grpc(broker: Gateway, env: CudaEnv) -> None:
+    address = f"127.0.0.1:{broker.ports['grpc']}"
+    with Child(env, "tests.fakes.cuda_triton:TritonCaller", "simulated", "grpc", address) as user:
+        user.call("create", "g", SIZE, 0)
+        assert user.call("register", "g", "g", 0, SIZE) == ""
+        user.call("set", "g", [1, 2, 3, 4])
+        inputs = {"INPUT0": ("g", 0), "INPUT1": ("g", 0)}
+        assert user.call("stream", "add", inputs, {"OUTPUT0": ("g", APART)}, SHAPE, 5) == {}
+        assert user.call("get", "g", 260)[256:] == [2, 4, 6, 8]
+        user.call("unregister_all")
+
+
+def test_a_user_has_so_many_bytes(user: Child) -> None:
+    user.call("create", "g", 1 << 20, 0)
+    assert user.call("register", "a", "g", 0, 1 << 20) == ""
+    assert "--cuda-region-memory" in user.call("register", "b", "g", 0, 16)
+    user.call("unregister", "a")
+    assert user.call("register", "b", "g", 0, 16) == ""
+
+
+def test_an_exporter_that_is_killed(broker: Gateway, env: CudaEnv, user: Child) -> None:
+    """Its regions stay until they are unregistered: a handle does not say whose it is. Others are served meanwhile."""
+    before = opens(broker, env)
+    user.call("create", "g", SIZE, 0)
+    assert user.call("register", "g", "g", 0, SIZE) == ""
+    user.kill()
+    address = f"127.0.0.1:{broker.ports['http']}"
+    with Child(env, "tests.fakes.cuda_triton:TritonCaller", "simulated", "http", address) as other:
+        said = other.call("infer", "on_cpu", {"INPUT0": ("g", 0)}, {"OUTPUT0": None}, SHAPE)
+        assert isinstance(said, str) or len(said["OUTPUT0"]) == 4, "an error or an answer"
+        assert other.call("infer", "on_cpu", {"INPUT0": [1, 2, 3, 4]}, {"OUTPUT0": None}, SHAPE) == {
+            "OUTPUT0": [1, 2, 3, 4]
+        }
+        assert other.call("status") == [["g", 0, SIZE]]
+        other.call("unregister_all")
+        assert other.call("status") == []
+    opened, closed = (after - earlier for after, earlier in zip(opens(broker, env), before, strict=True))
+    assert opened == closed == 1
+
+
+def test_zeromq_by_hand(broker: Gateway, env: CudaEnv) -> None:
+    before = opens(broker, env)
+    with (
+        Child(env, "tests.fakes.cuda_triton:TritonUser", "simulated") as user,
+        HandZmqClient(broker.directory) as client,
+    ):
+        handle = user.call("create", "g", SIZE, 0)
+        client.hello()
+        bad = client.ask("register_cuda", name="g", handle=handle[:63], device=0, byte_size=SIZE)
+        assert (bad["code"], bad["message"]) == ("INVALID_ARG", INVALID)
+        assert client.ask("register_cuda", name="g", handle=handle, device=0, byte_size=SIZE)["type"] == "done"
+        row = {"name": "g", "kind": "cuda", "key": "0", "offset": 0, "byte_size": SIZE}
+        assert client.ask("regions")["regions"] == [row]
+        user.call("set", "g", [1, 2, 3, 4])
+        inputs = [
+            {"name": f"INPUT{at}", "datatype": "FP32", "shape": SHAPE, "region": "g", "offset": 0, "byte_size": 16}
+            for at in range(2)
+        ]
+        outputs = [{"name": "OUTPUT0", "region": "g", "offset": APART, "byte_size": 16}]
+        reply = client.ask("infer", model="add", inputs=inputs, outputs=outputs)
+        assert reply["outputs"] == [{"name": "OUTPUT0", "datatype": "FP32", "shape": SHAPE}]
+        assert user.call("get", "g", 260)[256:] == [2, 4, 6, 8]
+        assert client.ask("unregister")["type"] == "done"
+    opened, closed = (after - earlier for after, earlier in zip(opens(broker, env), before, strict=True))
+    assert opened == closed == 1
