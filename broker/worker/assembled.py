@@ -12,7 +12,7 @@ from typing import final
 
 import numpy as np
 
-from broker.worker.assembly import Array, Assembly, Row, Shape, batch_input, scattered
+from broker.worker.assembly import Array, Assembly, Row, Shape, batch_input, name_sequence, scattered
 from broker.worker.backends import Binding, Operand
 from broker.worker.binding import deliver
 from broker.worker.model import Instance
@@ -167,15 +167,14 @@ class _Batch:
         self._outputs = self._wanted()
 
     def _name_sequences(self, carried: str) -> None:
-        """A model whose ids are strings is told of a sequence's end by its string."""
+        """Where the ids are strings, and the model wants to be told of sequences that end."""
         if self._instance.model.endings is None:
             return
         index = next(i for i, tensor in enumerate(self._plan.inputs) if tensor.name == carried)
         for row in self._rows:
-            if row is not None and row.sequence is not None and not row.sequence.text:  # type: ignore[attr-defined]
+            if row is not None:
                 memory = self._tensor(row, index).memory(row.input_position, row.rows)
-                (text,) = datatypes.decode_bytes(memory, 1, carried)
-                row.sequence.text = text.decode(errors="replace")  # type: ignore[attr-defined]
+                name_sequence(row, *datatypes.decode_bytes(memory, 1, carried))
 
     def _tensor(self, row: Request, index: int) -> PlacedTensor:
         assert isinstance(row.plan, Plan)

@@ -133,6 +133,12 @@ def assembly_of(config: ModelConfig) -> Assembly | None:
     return Assembly(config)
 
 
+def name_sequence(row: Request, text: bytes) -> None:
+    """Its id is a string, which came with it: by that its model is told of the sequence's end."""
+    if row.sequence is not None and not row.sequence.text:  # type: ignore[attr-defined]
+        row.sequence.text = text.decode(errors="replace")  # type: ignore[attr-defined]
+
+
 def batch_input(batch: BatchInput, shapes: Sequence[Shape], sizes: Sequence[int]) -> Array:
     """A helper input of a ragged batch. `shapes`: of the source input in each request; `sizes`: their rows."""
     dtype = datatypes.numpy_dtype(batch.datatype)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.worker.answers import Answers
-from broker.worker.assembly import StatesSent
+from broker.worker.assembly import StatesSent, name_sequence
 from broker.worker.backends import Operand, bind
 from broker.worker.model import Instance
 from broker.worker.plans import Bytes, PlacedTensor, Plan
@@ -128,6 +128,8 @@ def _inputs(instance: Instance, streams: Streams, request: Request) -> dict[str,
         for control in streams.assembly.controls:
             if control.name not in arrays:  # an id that is a string comes with the request
                 arrays[control.name] = streams.assembly.control(control, [request], [request.rows])
+            elif instance.model.endings is not None:
+                name_sequence(request, arrays[control.name].item())
         for state in streams.assembly.states:
             arrays[state.input_name] = streams.assembly.state_of(state, request).copy()
     return arrays

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import queue
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
@@ -62,15 +65,17 @@ max_batch_size: 4
 input { name: "x" data_type: TYPE_FP32 dims: [ 1 ] }
 output { name: "y" data_type: TYPE_FP32 dims: [ 1 ] }
 """
+TEXTS = """
+      max_sequence_idle_microseconds: 60000000
+      oldest { max_candidate_sequences: 4 }
+      control_input { name: "id" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_STRING } }
+"""
 STRATEGIES = {
     "slots": "sequence_batching { max_sequence_idle_microseconds: 60000000 direct { } }",
     "ids": "sequence_batching { max_sequence_idle_microseconds: 60000000 oldest { max_candidate_sequences: 4 } }",
     "short": "sequence_batching { max_sequence_idle_microseconds: 200000 oldest { max_candidate_sequences: 4 } }",
-    "texts": """sequence_batching {
-      max_sequence_idle_microseconds: 60000000
-      oldest { max_candidate_sequences: 4 }
-      control_input { name: "id" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_STRING } }
-    }""",
+    "texts": f"sequence_batching {{ {TEXTS} }}",
+    "stream": f"model_transaction_policy {{ decoupled: true }} sequence_batching {{ {TEXTS} }}",
 }
 GOES = """
 import os, sys
@@ -177,3 +182,15 @@ def test_unload(broker: Gateway) -> None:
         eventually(lambda: told(broker, "slots")[-1] == "0 unload")
         client.load("slots")
         assert len(told(broker, "short")) == before
+
+
+def test_a_decoupled_model_with_ids_that_are_strings(broker: Gateway) -> None:
+    ended: queue.Queue[Any] = queue.Queue()
+    with triton_grpc.InferenceServerClient(url_of(broker, "grpc").split("//")[1]) as client:
+        client.start_stream(lambda result, error: ended.put(error or result))
+        given = triton_grpc.InferInput("x", [1, 1], "FP32")
+        given.set_data_from_numpy(np.ones((1, 1), np.float32))
+        client.async_stream_infer("stream", [given], sequence_id="door", sequence_start=True, sequence_end=True)
+        assert ended.get(timeout=20).as_numpy("y").tolist() == [[2]]
+        eventually(lambda: told(broker, "stream") == ["door end"])
+        client.stop_stream()

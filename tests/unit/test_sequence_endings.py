@@ -17,6 +17,7 @@ from broker.worker.sequence_endings import MAX_PAST, Endings
 from broker.worker.sequences import Sequences
 from broker.worker.strategies import DirectSequences, OldestSequences
 from broker.worker.turn import Turn
+from shm import statistics
 from shm.admission import Request
 from shm.errors import Code
 from shm.layout import SEQUENCE_END, SEQUENCE_START
@@ -233,6 +234,7 @@ class Told:
     def __init__(self) -> None:
         self.told: list[tuple[int | str, str]] = []
         self.closed = False
+        self.block: memoryview | None = None
 
     def load(self, context):
         return self
@@ -242,6 +244,7 @@ class Told:
 
     def sequence_ended(self, which, reason):
         assert not self.closed
+        assert self.block is None or self.block[statistics.BATCH] == 1, "it is watched as a run is"
         self.told.append((which, reason))
         if reason == "idle":
             raise RuntimeError("it cannot")
@@ -266,7 +269,8 @@ def served(told):
         sequence_batching=SequenceBatching(max_sequence_idle_microseconds=10),
     )  # fmt: skip
     model = LoadedModel(config, 1, 1)
-    model.load(told, "/nowhere", [page.block(0)])
+    told.block = page.block(0)
+    model.load(told, "/nowhere", [told.block])
     scheduler = Scheduler(Turn())
     scheduler.serve([model])
     return scheduler, model
@@ -296,6 +300,7 @@ def test_an_instance_that_has_nothing_to_do_is_told_at_once(told, served):
     scheduler.expired(100_000)
     assert scheduler.waiting()
     assert not run(scheduler), "a batch without requests"
+    assert told.block[statistics.BATCH] == 0
     assert told.told == [(0, "idle")], "and what it raises is nobody's matter"
     assert scheduler.idle()
     assert len(model.free) == 1
