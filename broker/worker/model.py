@@ -273,6 +273,10 @@ class LoadedModel:
             self.endings = self.queue.endings if self.queue.endings.wanted else None
         self.free = list(self.instances)
 
+    def pending(self) -> int:
+        """How many requests wait in its queue, which also holds what it is to be told of sequences."""
+        return len(self.queue) - (0 if self.endings is None else len(self.endings))
+
     def tells(self, instance: Instance) -> bool:
         """Is there a sequence whose end the instance does not know of yet?"""
         return self.endings is not None and self.endings.waiting(instance.index)

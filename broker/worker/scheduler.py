@@ -129,7 +129,7 @@ class Scheduler:
 
     def _unlist(self, model: LoadedModel) -> None:
         self.queued.remove(model)
-        model.instances[0].block[statistics.PENDING] = len(model.queue)
+        model.instances[0].block[statistics.PENDING] = model.pending()
 
     def miss(self, requests: Sequence[Request]) -> None:
         """These steps of sequences were cancelled before they could be queued."""
@@ -318,7 +318,7 @@ class Scheduler:
         with self.lock:
             until = [self.deadline] if self.deadline else []
             for model in self.queued:
-                model.instances[0].block[statistics.PENDING] = len(model.queue)
+                model.instances[0].block[statistics.PENDING] = model.pending()
                 if not model.free or self.alone or self.suspects or model in self._held:
                     continue
                 if due := model.queue.due():

@@ -45,6 +45,16 @@ PADDED = (
     + parameter("pad_value", "1e9")
     + parameter("mask_input", "mask")
 )
+TWICE = """
+platform: "ensemble"
+max_batch_size: 8
+input { name: "in" data_type: TYPE_FP32 dims: [ -1 ] }
+output { name: "out" data_type: TYPE_FP32 dims: [ -1 ] }
+ensemble_scheduling {
+  step { model_name: "centre" model_version: -1 input_map { key: "x" value: "in" } output_map { key: "y" value: "a" } }
+  step { model_name: "centre" model_version: -1 input_map { key: "x" value: "a" } output_map { key: "y" value: "out" } }
+}
+"""
 SLOW = """
 backend: "slow"
 max_batch_size: 1
@@ -91,6 +101,8 @@ class Run:
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     root = tmp_path_factory.mktemp("padded")
     models.write_model(root / "models", "centre", centre(), config=PADDED)
+    (root / "models" / "twice" / "1").mkdir(parents=True)
+    (root / "models" / "twice" / "config.pbtxt").write_text(TWICE)
     (root / "models" / "slow" / "1").mkdir(parents=True)
     (root / "models" / "slow" / "config.pbtxt").write_text(SLOW)
     (root / "models" / "slow" / "backend.py").write_text(BACKEND)
@@ -123,6 +135,14 @@ def test_requests_of_many_lengths_get_what_they_would_get_alone(broker: Gateway)
             InferError, match="has 65 elements in its variable dimension, the largest size in pad_to is"
         ):
             client.infer("centre", {"x": vector(65, 1)}, timeout=30)
+
+
+def test_as_a_member_of_an_ensemble(broker: Gateway) -> None:
+    inputs = [vector(1 + 5 * seed, seed) for seed in range(12)]
+    with clientlib.connect(broker.directory) as client, ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(lambda x: client.infer("twice", {"in": x}, timeout=30), inputs))
+    for x, result in zip(inputs, results, strict=True):
+        np.testing.assert_allclose(result["out"], x - x.mean(), rtol=1e-4, atol=1e-4)
 
 
 def test_clients_of_triton(broker: Gateway) -> None:

@@ -299,6 +299,7 @@ def test_an_instance_that_has_nothing_to_do_is_told_at_once(told, served):
     assert scheduler.expired(10_000) == [], "told of, and not idle yet"
     scheduler.expired(100_000)
     assert scheduler.waiting()
+    assert (len(model.queue), model.pending()) == (1, 0)
     assert not run(scheduler), "a batch without requests"
     assert told.block[statistics.BATCH] == 0
     assert told.told == [(0, "idle")], "and what it raises is nobody's matter"
