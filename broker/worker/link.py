@@ -10,7 +10,7 @@ import socket
 import threading
 from typing import final
 
-from broker.worker.messages import LinkMessage, Refused, ToWorker, decode_to_worker, encode
+from broker.worker.messages import LinkMessage, Refused, ToWorker, decode_to_worker, encode, sendable
 from shm import sockets
 from shm.errors import InferError
 
@@ -78,7 +78,7 @@ def refusal(number: int, error: BaseException) -> Refused:
         code, text = error.code, error.message
     elif lacking and isinstance(error, OSError):
         code, text = "UNAVAILABLE", str(error.strerror) if error.errno == errno.EAGAIN else no_descriptors()
-    return Refused(id=number, code=code, message=text, lacking=lacking)
+    return Refused(id=number, code=code, message=sendable(text), lacking=lacking)
 
 
 def no_descriptors() -> str:

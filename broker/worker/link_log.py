@@ -10,9 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Final, final
 
-from broker.worker.messages import LinkMessage, Logged
+from broker.worker.messages import LinkMessage, Logged, sendable
 
-MAX_TEXT: Final = 8000  # characters
 PER_SECOND: Final = 20  # messages: what clients bring about must not keep the broker busy
 
 
@@ -35,7 +34,7 @@ class LinkLog(logging.Handler):
             self._dropped += 1
             return
         self._sent += 1
-        text = self.format(record)[:MAX_TEXT]
+        text = sendable(self.format(record))
         if self._dropped:
             text, self._dropped = f"{text} ({self._dropped} messages before it were dropped)", 0
         self._send(Logged(level=record.levelno, text=text))

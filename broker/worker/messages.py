@@ -18,6 +18,8 @@ Logged.
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from broker.repository.config import ModelConfig
@@ -25,6 +27,7 @@ from broker.repository.scheduling import Allowance
 from shm.cuda.descriptor import CudaMemory
 from shm.messages import TensorSpec
 
+MAX_TEXT: Final = 8000  # characters of what others wrote, so that a message fits a datagram in whatever script
 IN_USE, USED, UNLOADED = "in use", "used", "unloaded"  # details of acknowledgements
 
 
@@ -249,6 +252,11 @@ ToBroker = Ready | Acknowledged | Refused | ChannelBroken | RegionIdle | WantSes
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 _to_broker: msgspec.msgpack.Decoder[ToBroker] = msgspec.msgpack.Decoder(ToBroker)
+
+
+def sendable(text: str) -> str:
+    """What a model's code wrote, as it can be sent: not too long, and without lone surrogates, which UTF-8 has not."""
+    return text[:MAX_TEXT].encode(errors="replace").decode()
 
 
 def encode(message: LinkMessage) -> bytes:

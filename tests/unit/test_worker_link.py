@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import socket
@@ -10,8 +11,10 @@ from collections.abc import Iterator
 import pytest
 
 from broker.worker import messages
-from broker.worker.link import Link
+from broker.worker.link import Link, refusal
+from broker.worker.link_log import LinkLog
 from shm import sockets
+from shm.errors import Code, InferError
 
 ATTACH = messages.AttachChannel(id=7, channel=1, session=1, slots=1)
 
@@ -51,3 +54,17 @@ def test_a_message_that_lost_its_descriptors_is_refused_by_its_number(broker, ro
     assert received is not None
     assert len(received[1]) == 4
     sockets.close_all([null, *received[1]])
+
+
+@pytest.mark.parametrize("text", ["a file named \udc80", "x" * 100_000, "\U0001f600" * 100_000])
+def test_whatever_a_model_raises_and_logs_reaches_the_broker(broker, text):
+    ours, link = broker
+    logger = logging.Logger("worker")
+    logger.addHandler(LinkLog(link.send))
+    logger.error("%s", text)
+    for error in (ValueError(text), InferError(Code.NOT_FOUND, text)):
+        link.send(refusal(3, error))
+    for _ in range(3):
+        datagram = sockets.receive(ours)
+        assert datagram is not None
+        messages.decode_to_broker(datagram[0])
