@@ -138,8 +138,8 @@ class StepSession:
 
     def _turn(self) -> None:
         lanes = list(self._lanes.values())
-        waits = bool(self._calls) or any(lane.rest() for lane in lanes)
-        timeout = 50 if waits else None
+        wait = [lane.rest() for lane in lanes]  # each, since a lane that was not asked to ring would not
+        timeout = 50 if self._calls or any(wait) else None
         if self._socket is None:
             timeout = int(1000 * ASK_S)
         for fd, _ in self._poll.poll(timeout):

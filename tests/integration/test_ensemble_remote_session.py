@@ -14,7 +14,7 @@ from broker.worker.ensemble_remote_session import WINDOW, StepSession
 from shm import messages, sockets
 from shm.admission import Request
 from shm.errors import Code, InferError
-from shm.layout import CODE_MASK
+from shm.layout import CODE_MASK, WAITING
 from tests.fakes.broker import eventually
 from tests.fakes.channel import PLAN, Plan, Twin, take
 
@@ -74,6 +74,24 @@ def _fields(message: messages.Message) -> dict[str, Any]:
     return {name: getattr(message, name) for name in message.__struct_fields__}
 
 
+class Sends:
+    """A step whose plan is known."""
+
+    def __init__(self) -> None:
+        self.step = Request(None, 0, (1, 0, 9, *[0] * 10), None, 0)  # type: ignore[arg-type]
+        self.ident = 0
+        self.ended: queue.SimpleQueue[tuple[int, ...]] = queue.SimpleQueue()
+
+    def word(self) -> int:
+        return PLAN
+
+    def settle(self, entry: tuple[int, ...], note: bytes) -> None:
+        self.ended.put(entry)
+
+    def fail(self, verdict: Any) -> None:
+        raise AssertionError(verdict)
+
+
 @pytest.fixture
 def peer() -> Iterator[Peer]:
     peer = Peer()
@@ -127,24 +145,10 @@ def test_a_message_that_is_too_long_is_refused_here(peer):
 
 def test_a_step_opens_its_channel_and_is_rung_for_when_it_has_ended(peer):
     peer.connect()
-    ended: queue.SimpleQueue[tuple[int, ...]] = queue.SimpleQueue()
-
-    class Sends:
-        step = Request(None, 0, (1, 0, 9, *[0] * 10), None, 0)  # type: ignore[arg-type]
-        ident = 0
-
-        def word(self) -> int:
-            return PLAN
-
-        def settle(self, entry: tuple[int, ...], note: bytes) -> None:
-            ended.put(entry)
-
-        def fail(self, verdict: Any) -> None:
-            raise AssertionError(verdict)
-
+    sends = Sends()
     lane = peer.session.lane("cpu/other")
     assert peer.session.lane("cpu/other") is lane
-    lane.submit(Sends())  # type: ignore[arg-type]
+    lane.submit(sends)
     asked = peer.receive()
     assert (type(asked), asked.worker) == (messages.OpenChannel, "cpu/other")
     with Twin(4) as twin:
@@ -156,7 +160,18 @@ def test_a_step_opens_its_channel_and_is_rung_for_when_it_has_ended(peer):
         assert request.request_id == 9
         worker.complete((request,))
         worker.ring()
-        assert ended.get(timeout=30)[2] & CODE_MASK == 0
+        assert sends.ended.get(timeout=30)[2] & CODE_MASK == 0
+
+
+def test_a_step_elsewhere_does_not_keep_those_in_another_worker_from_being_rung_for(peer):
+    peer.connect()
+    with Twin(4) as slow, Twin(4) as quick:
+        for number, twin in enumerate((slow, quick)):
+            peer.session.lane(f"cpu/{number}").submit(Sends())
+            fds = twin.memory_fd, twin.bell_fd, twin.pipe_read
+            peer.reply(peer.receive(), messages.ChannelInfo(channel=number, worker=f"cpu/{number}", slots=4), fds)
+            words = twin.client()._words
+            eventually(lambda words=words: words[WAITING] != 0, f"worker {number} is asked to ring")
 
 
 def test_the_end_hangs_up_and_refuses_what_comes_all_the_same(peer):
