@@ -160,5 +160,5 @@ class Traces:
 
 
 def _version(text: str) -> int:
-    """As a number, which it is; -1 for none, as in Triton."""
-    return int(text) if text.isdecimal() else -1
+    """As a number; -1 for none, as in Triton, and for what no model has as a version: the request will be refused."""
+    return int(text) if text.isdecimal() and len(text) < 20 else -1

@@ -257,3 +257,12 @@ def test_the_command_line_is_heard() -> None:
     assert options.gateway.trace.settings == {"": ON | {"trace_rate": "2"}}
     for unheard in ("mode=opentelemetry", "level=TENSORS"):
         assert parse_serve([*arguments, f"--trace-config={unheard}"]).without_effect == [f"--trace-config {unheard}"]
+
+
+def test_a_version_that_no_model_has_is_none(tmp_path):
+    of = traces(tmp_path, all=ON)
+    trace = of.sample("m")
+    assert trace is not None
+    trace.begin(InferRequest("m", version="9" * 5000))
+    assert '"model_version":-1' in trace.text()
+    of.close()
