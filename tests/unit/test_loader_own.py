@@ -86,13 +86,17 @@ def test_misspelt_names_of_parameters(tmp_path, capsys, name, meant):
     assert says in capsys.readouterr().out.splitlines()
 
 
-def test_where_a_limit_on_bytes_cannot_be(tmp_path):
+@pytest.mark.parametrize(
+    ("field", "why"),
+    [
+        ("sequence_batching { }", "a step that is refused would be missing"),
+        ("ensemble_scheduling { }", "its requests wait in its members"),
+    ],
+)
+def test_where_a_limit_on_bytes_cannot_be(tmp_path, field, why):
     limit = "max_batch_size: 4\n" + parameter("max_queue_bytes", "100")
-    reason = reason_of(tmp_path, models.add1(), f"{limit}sequence_batching {{ }}")
-    assert reason.startswith(
-        "parameter max_queue_bytes cannot be combined with sequence_batching for m: a step that is refused would be"
-        " missing"
-    )
+    reason = reason_of(tmp_path, models.add1(), limit + field)
+    assert reason.startswith(f"parameter max_queue_bytes cannot be combined with {field[:-4]} for m: {why}")
 
 
 @pytest.mark.parametrize(
