@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,6 +64,14 @@ HEAVY = {
     "broker",
     "multiprocessing",
 }
+
+
+def test_the_client_alone_is_installed_with_little():
+    """`pip install tensorbroker` without extras; numpy may be any that is new enough."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    needed = {re.split(r"[<>=!~; \[]", each, maxsplit=1)[0]: each for each in project["dependencies"]}
+    assert set(needed) == {"numpy", "msgspec", "posix-ipc"}
+    assert re.fullmatch(r"numpy>=[0-9.]+", needed["numpy"])
 
 
 def test_importing_it_costs_little():

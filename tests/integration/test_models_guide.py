@@ -31,6 +31,6 @@ def broker(tmp_path_factory: pytest.TempPathFactory):
 def test_the_guides_models_answer_as_it_says(broker: Broker) -> None:
     python = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
     clients = [block for block in python if "client." in block]
-    assert len(clients) == 5
+    assert len(clients) == 6
     (printed,) = re.findall(r"```text\n(.*?)```", GUIDE, re.DOTALL)
     assert run_script("\n".join(clients), Path(broker.directory)) == printed
