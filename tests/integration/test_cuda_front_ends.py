@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import base64
 import os
+import signal
 import struct
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.doubles import tensorrt as double
-from tests.fakes import models
+from tests.fakes import models, streaming_backend
+from tests.fakes.broker import eventually
 from tests.fakes.cuda import ROOT, CudaEnv
 from tests.fakes.cuda_children import Child
 from tests.fakes.cuda_worker import BACKEND
 from tests.fakes.gateways import Gateway
+from tests.fakes.lone_worker import WAIT, Gate
 from tests.fakes.zmq_gateway import HandZmqClient
-from tests.integration.test_cuda_served import ADDER, IDENTITY, PLAN
+from tests.integration.test_cuda_served import ADDER, IDENTITY, PIPE, PLAN
+from tests.integration.test_principals import CONFIG as GATED
 
 pytestmark = pytest.mark.timeout(120)
 SIZE, APART = 4096, 1024
@@ -33,17 +39,34 @@ def env(cuda_sim: CudaEnv) -> CudaEnv:
 
 
 @pytest.fixture(scope="module")
-def broker(env: CudaEnv, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    directory = tmp_path_factory.mktemp("front-ends")
-    repository = directory / "repository"
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    repository = tmp_path_factory.mktemp("front-ends") / "repository"
     models.write_model(repository, "on_cpu", config=IDENTITY % "KIND_CPU")
     models.write_model(repository, "add", config=ADDER)
     (repository / "add" / "backend.py").write_text(BACKEND)
     (repository / "add" / "1" / "model.plan").write_bytes(double.plan("add", *PLAN))
-    (directory / "run").mkdir()
+    models.write_model(repository, "pipe", config=PIPE)
+    models.write_model(repository, "many", config=streaming_backend.CONFIG)
+    (repository / "many" / "backend.py").write_bytes(Path(streaming_backend.__file__).read_bytes())
+    return repository
+
+
+@pytest.fixture(scope="module")
+def gate(repository: Path) -> Iterator[Gate]:
+    gate = Gate(repository / "gate")
+    config = GATED.format(repository / "gate") + "instance_group [ { kind: KIND_CPU } ]"
+    (repository / "gate" / "config.pbtxt").write_text(config)
+    yield gate
+    gate.close()
+
+
+@pytest.fixture(scope="module")
+def broker(env: CudaEnv, repository: Path, gate: Gate) -> Iterator[Gateway]:
+    directory = repository.parent / "run"
+    directory.mkdir()
     with Gateway(
         repository,
-        directory / "run",
+        directory,
         "--allow-client-shm=true",
         "--cuda-region-memory=1048576",
         before=lambda: os.environ.update(env.environ, PYTHONPATH=str(ROOT)),
@@ -61,10 +84,29 @@ def user(request: pytest.FixtureRequest, broker: Gateway, env: CudaEnv) -> Itera
             child.call("unregister_all")
 
 
+@pytest.fixture
+def zmq(broker: Gateway) -> Iterator[HandZmqClient]:
+    with HandZmqClient(broker.directory) as client:
+        client.hello()
+        yield client
+        client.ask("goodbye")
+
+
+@pytest.fixture
+def application(env: CudaEnv) -> Iterator[Child]:
+    with Child(env, "tests.fakes.cuda_triton:TritonUser", "simulated") as child:
+        yield child
+
+
+def worker(broker: Gateway) -> int:
+    """The process id of the GPU's."""
+    pid: int = next(row["pid"] for row in broker.status()["workers"] if row["key"] == "gpu0/tensorrt")
+    return pid
+
+
 def opens(broker: Gateway, env: CudaEnv) -> tuple[int, int]:
     """Handles that the GPU's worker has opened, and closed."""
-    pid = next(row["pid"] for row in broker.status()["workers"] if row["key"] == "gpu0/tensorrt")
-    calls = env.calls(pid)
+    calls = env.calls(worker(broker))
     return calls.get("cuIpcOpenMemHandle", 0), calls.get("cuIpcCloseMemHandle", 0)
 
 
@@ -138,8 +180,7 @@ def test_handles_that_open_nothing(broker: Gateway, env: CudaEnv, user: Child) -
     assert said.endswith("failed to register shared memory region 'g': invalid args")
     for device in (1, 99):
         assert user.call("register", "g", "g", device, SIZE).endswith(INVALID)
-    worker = next(row["pid"] for row in broker.status()["workers"] if row["key"] == "gpu0/tensorrt")
-    own = handle[:4] + struct.pack("<i", worker) + handle[8:]  # as if that worker had exported it
+    own = handle[:4] + struct.pack("<i", worker(broker)) + handle[8:]  # as if that worker had exported it
     for bad in (bytes(64), bytes(range(64)), own):
         assert user.call("register_handle", "g", base64.b64encode(bad), 0, SIZE).endswith(INVALID)
     for length in (1, 63, 65):
@@ -207,28 +248,93 @@ def test_an_exporter_that_is_killed(broker: Gateway, env: CudaEnv, user: Child) 
     assert opened == closed == 1
 
 
-def test_zeromq_by_hand(broker: Gateway, env: CudaEnv) -> None:
+def test_zeromq_by_hand(broker: Gateway, env: CudaEnv, application: Child, zmq: HandZmqClient) -> None:
     before = opens(broker, env)
-    with (
-        Child(env, "tests.fakes.cuda_triton:TritonUser", "simulated") as user,
-        HandZmqClient(broker.directory) as client,
+    handle = application.call("create", "g", SIZE, 0)
+    bad = zmq.ask("register_cuda", name="g", handle=handle[:63], device=0, byte_size=SIZE)
+    assert (bad["code"], bad["message"]) == ("INVALID_ARG", INVALID)
+    assert zmq.ask("register_cuda", name="g", handle=handle, device=0, byte_size=SIZE)["type"] == "done"
+    row = {"name": "g", "kind": "cuda", "key": "0", "offset": 0, "byte_size": SIZE}
+    assert zmq.ask("regions")["regions"] == [row]
+    application.call("set", "g", [1, 2, 3, 4, 5, 6, 7, 8])
+    inputs = [tensor(f"INPUT{at}") for at in range(2)]
+    reply = zmq.ask("infer", model="add", inputs=inputs, outputs=[tensor("OUTPUT0", APART)])
+    assert reply["outputs"] == [{"name": "OUTPUT0", "datatype": "FP32", "shape": SHAPE}]
+    assert application.call("get", "g", 260)[256:] == [2, 4, 6, 8]
+    prepared = zmq.ask(
+        "prepare",
+        model="add",
+        inputs=[{**each, "stride": 16} for each in inputs],
+        outputs=[{**tensor("OUTPUT0", APART), "stride": 16}],
+        input_slots=2,
+        output_slots=2,
+    )
+    assert zmq.ask("run", number=prepared["number"], input_slot=1, output_slot=1)["type"] == "result"
+    assert application.call("get", "g", 264)[256:] == [2, 4, 6, 8, 10, 12, 14, 16]
+    assert zmq.ask("goodbye")["type"] == "done"
+    eventually(lambda: [b - a for a, b in zip(before, opens(broker, env), strict=True)] == [1, 1], "it is closed")
+
+
+def tensor(name: str, offset: int = 0) -> dict[str, Any]:
+    """Of the ZeroMQ protocol, as an input or an output in region "g"."""
+    where = {"name": name, "region": "g", "offset": offset, "byte_size": 16}
+    return where | ({"datatype": "FP32", "shape": SHAPE} if name.startswith(("INPUT", "x")) else {})
+
+
+def test_unregister_is_answered_when_no_request_uses_the_memory(
+    application: Child, zmq: HandZmqClient, gate: Gate
+) -> None:
+    handle = application.call("create", "g", SIZE, 0)
+    zmq.ask("register_cuda", name="g", handle=handle, device=0, byte_size=SIZE)
+    application.call("set", "g", [WAIT, 2, 3, 4])
+    zmq.send("infer", model="gate", inputs=[tensor("x")], outputs=[tensor("y", APART)])
+    gate.entered()
+    unregister = zmq.send("unregister", name="g")
+    assert zmq.silent()
+    gate.let()
+    replies = [zmq.receive(), zmq.receive()]
+    assert [reply["type"] for reply in replies] == ["result", "done"]
+    assert replies[1]["id"] == unregister
+    assert application.call("get", "g", 260)[256:] == [WAIT + 1, 3, 4, 5], "written before the memory was let go"
+
+
+def test_what_gpu_memory_cannot_be_used_for(application: Child, zmq: HandZmqClient) -> None:
+    handle = application.call("create", "g", SIZE, 0)
+    zmq.ask("register_cuda", name="g", handle=handle, device=0, byte_size=SIZE)
+    act = {"name": "ACT", "datatype": "INT32", "shape": [5], "data": struct.pack("<5i", 1, 4, 0, -1, -1)}
+    for model, inputs, output, expected in (
+        ("many", [act], "Y", "output 'Y' of decoupled model 'many' cannot be written to CUDA shared memory region 'g'"),
+        ("pipe", [{**tensor("x"), "name": "IN"}], "OUT", "ensemble 'pipe' cannot use GPU memory"),
     ):
-        handle = user.call("create", "g", SIZE, 0)
-        client.hello()
-        bad = client.ask("register_cuda", name="g", handle=handle[:63], device=0, byte_size=SIZE)
-        assert (bad["code"], bad["message"]) == ("INVALID_ARG", INVALID)
-        assert client.ask("register_cuda", name="g", handle=handle, device=0, byte_size=SIZE)["type"] == "done"
-        row = {"name": "g", "kind": "cuda", "key": "0", "offset": 0, "byte_size": SIZE}
-        assert client.ask("regions")["regions"] == [row]
-        user.call("set", "g", [1, 2, 3, 4])
-        inputs = [
-            {"name": f"INPUT{at}", "datatype": "FP32", "shape": SHAPE, "region": "g", "offset": 0, "byte_size": 16}
-            for at in range(2)
-        ]
-        outputs = [{"name": "OUTPUT0", "region": "g", "offset": APART, "byte_size": 16}]
-        reply = client.ask("infer", model="add", inputs=inputs, outputs=outputs)
-        assert reply["outputs"] == [{"name": "OUTPUT0", "datatype": "FP32", "shape": SHAPE}]
-        assert user.call("get", "g", 260)[256:] == [2, 4, 6, 8]
-        assert client.ask("unregister")["type"] == "done"
-    opened, closed = (after - earlier for after, earlier in zip(opens(broker, env), before, strict=True))
-    assert opened == closed == 1
+        reply = zmq.ask("infer", model=model, inputs=inputs, outputs=[tensor(output, APART)])
+        assert (reply["type"], reply["code"]) == ("error", "UNSUPPORTED"), reply
+        assert expected in reply["message"]
+
+
+def test_a_worker_that_is_killed_comes_back_to_the_same_memory(
+    broker: Gateway, application: Child, zmq: HandZmqClient
+) -> None:
+    handle = application.call("create", "g", SIZE, 0)
+    zmq.ask("register_cuda", name="g", handle=handle, device=0, byte_size=SIZE)
+    application.call("set", "g", [1, 2, 3, 4])
+    asked = {"inputs": [tensor("INPUT0"), tensor("INPUT1")], "outputs": [tensor("OUTPUT0", APART)]}
+    assert zmq.ask("infer", model="add", **asked)["type"] == "result"
+    os.kill(worker(broker), signal.SIGKILL)
+    application.call("set", "g", [2, 2, 2, 2])
+    assert zmq.ask("infer", model="add", **asked)["type"] == "result"
+    assert application.call("get", "g", 260)[256:] == [4, 4, 4, 4]
+
+
+def test_memory_that_was_freed_and_made_again(application: Child, zmq: HandZmqClient) -> None:
+    """The driver does not open what lies where something else is open: what that client has freed is closed first."""
+    asked = {"inputs": [tensor("INPUT0"), tensor("INPUT1")], "outputs": [tensor("OUTPUT0", APART)]}
+    zmq.ask("register_cuda", name="g", handle=application.call("create", "g", SIZE, 0), device=0, byte_size=SIZE)
+    assert zmq.ask("infer", model="add", **asked)["type"] == "result"
+    application.call("destroy", "g")
+    handle = application.call("create", "again", SIZE, 0)
+    assert zmq.ask("register_cuda", name="again", handle=handle, device=0, byte_size=SIZE)["type"] == "done"
+    reply = zmq.ask("infer", model="add", **asked)
+    assert (reply["type"], reply["code"]) == ("error", "NOT_FOUND"), reply
+    zmq.ask("unregister", name="g")
+    assert zmq.ask("register_cuda", name="g", handle=handle, device=0, byte_size=SIZE)["type"] == "done"
+    assert zmq.ask("infer", model="add", **asked)["type"] == "result"
