@@ -30,6 +30,8 @@ DISABLED = "Client shared memory is disabled. Start the server with '--allow-cli
 KINDS = {"system": "system", "cuda": "CUDA"}  # as Triton's texts spell them
 MAX_NAME = 256  # characters
 MAX_DEVICE = 2**31 - 1
+# At a time, of CUDA regions: each may wait for a request's end. The session takes 64 calls, others' among them.
+MAX_RETIRING = 16
 MAX_ALIASES = 4096
 KEEP_S = 5.0  # a descriptor after its last use
 MAX_SIZE = 2**63 - 1  # bytes, of what a message carries
@@ -115,6 +117,7 @@ class RegionCache:
         self._limit = limit
         self._aliases: OrderedDict[tuple[Principal, str], Alias] = OrderedDict()
         self._numbers = itertools.count(1)
+        self._retiring = asyncio.Semaphore(MAX_RETIRING)
 
     # --- verbs -----------------------------------------------------------------------------------------------------
 
@@ -141,12 +144,16 @@ class RegionCache:
         )
 
     async def unregister(self, caller: Caller, kind: str, name: str) -> None:
-        """Retire one region of the caller's principal, or with `name` "" all of `kind`. Unknown names succeed."""
+        """Retire one region of the caller's principal, or with `name` "" all of `kind`. Unknown names succeed.
+
+        Of CUDA regions it returns when no request uses them any more: their owner may free the memory then.
+        """
         principal = self._principal(caller)
         if len(name) > MAX_NAME:
             return
         try:
-            await self._client.call(UnregisterFor(principal=principal, name=name, kind=kind))
+            async with contextlib.nullcontext() if kind == "system" else self._retiring:
+                await self._client.call(UnregisterFor(principal=principal, name=name, kind=kind))
         finally:
             for key in [key for key in self._aliases if key[0] == principal and name in ("", key[1])]:
                 self._drop(key)  # whatever has become of them: who uses the name again asks

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from broker.gateway import regions
 from broker.gateway.kserve import Caller
-from broker.gateway.regions import DISABLED, RegionCache, check_range
+from broker.gateway.regions import DISABLED, MAX_RETIRING, RegionCache, check_range
 from clientlib.region import NamedRegion
 from shm.errors import Code, InferError
 from shm.gateway_messages import ListFor, RegisterCudaFor, RegisterFor, UnregisterFor, UseRegion
@@ -171,6 +171,29 @@ def test_what_cannot_be_cuda_memory_is_not_asked_for(client, name, length, devic
 
     asyncio.run(test())
     assert client.asked == []
+
+
+def test_those_who_wait_for_requests_leave_the_session_to_others(client, monkeypatch):
+    async def test():
+        cache, held, waiting = RegionCache(client), asyncio.Event(), []
+        answered = client.call
+
+        async def call(message, expects=0):
+            if isinstance(message, UnregisterFor) and message.kind == "cuda":
+                waiting.append(message)
+                await held.wait()
+            return await answered(message, expects)
+
+        monkeypatch.setattr(client, "call", call)
+        tasks = [asyncio.create_task(cache.unregister(LOCAL, "cuda", f"r{n}")) for n in range(3 * MAX_RETIRING)]
+        await asyncio.sleep(0)
+        await cache.unregister(LOCAL, "system", "r")
+        assert len(waiting) == MAX_RETIRING
+        held.set()
+        await asyncio.gather(*tasks)
+        assert len(waiting) == len(tasks)
+
+    asyncio.run(test())
 
 
 def test_status(client):

@@ -6,7 +6,11 @@ import asyncio
 
 import pytest
 
-from broker.gateway.turns import Queues, Turn, give_back_all, take_all
+from broker.gateway import turns as module
+from broker.gateway.turns import Queues, Turn, give_back_all, in_turn, take_all
+from clientlib.failures import RangeInUse
+from clientlib.submission import deadline_ns_of
+from shm.errors import Code, InferError
 
 
 def test_first_come_first_served():
@@ -89,5 +93,48 @@ def test_a_queue_for_each_key():
         tasks[0].cancel()  # it is its turn in this moment
         await asyncio.gather(*tasks, return_exceptions=True)
         assert (order, len(queues)) == ([("b", 0), ("a", 2)], 0)
+
+    asyncio.run(test())
+
+
+def busy_for(times, log):
+    """Something to run that others' requests keep from its range so many times."""
+
+    async def run():
+        log.append("run")
+        if len(log) <= times:
+            raise RangeInUse(Code.INVALID_ARG, "in use")
+        return "done"
+
+    return run
+
+
+def test_what_others_write_is_waited_for():
+    async def test():
+        turns, log = (Turn(), Turn()), []
+        await turns[1].take()
+        task = asyncio.create_task(in_turn(turns, busy_for(3, log), 0))
+        await asyncio.sleep(0)
+        assert (log, turns[0].free) == ([], False)
+        turns[1].give_back()
+        assert await task == "done"
+        assert (len(log), [turn.free for turn in turns]) == (4, [True, True])
+
+    asyncio.run(test())
+
+
+def test_not_beyond_the_deadline_nor_for_ever(monkeypatch):
+    async def test():
+        turn = Turn()
+        await turn.take()
+        with pytest.raises(InferError, match="Request timeout expired"):
+            await in_turn((turn,), busy_for(0, []), deadline_ns_of(0.001))
+        turn.give_back()
+        with pytest.raises(InferError, match="Request timeout expired"):
+            await in_turn((turn,), busy_for(1 << 30, []), deadline_ns_of(0.005))
+        monkeypatch.setattr(module, "IN_USE_S", 0.002)
+        with pytest.raises(RangeInUse):
+            await in_turn((turn,), busy_for(1 << 30, []), 0)
+        assert turn.free
 
     asyncio.run(test())
