@@ -20,7 +20,7 @@ from broker.worker.plans import Bytes, PlacedTensor, Plan
 from broker.worker.running import check_sizes
 from broker.worker.stream import Stream, Taker
 from broker.worker.streams import Streams
-from broker.worker.tracebacks import complain
+from broker.worker.tracebacks import complain, described
 from shm import datatypes, statistics
 from shm.admission import Request
 from shm.errors import Code, InferError
@@ -107,8 +107,7 @@ def _execute(instance: Instance, live: Streams, given: list[Stream]) -> None:
 def _described(error: Exception) -> InferError:
     if isinstance(error, InferError):
         return error
-    text = (str(error).strip().splitlines() or [""])[0]
-    return InferError(Code.INTERNAL, f"{type(error).__name__}: {text}")
+    return InferError(Code.INTERNAL, described(error).splitlines()[0])
 
 
 def _inputs(instance: Instance, streams: Streams, request: Request) -> dict[str, npt.NDArray[Any]]:

@@ -11,6 +11,7 @@ import threading
 from typing import final
 
 from broker.worker.messages import LinkMessage, Refused, ToWorker, decode_to_worker, encode, sendable
+from broker.worker.tracebacks import described
 from shm import sockets
 from shm.errors import InferError
 
@@ -73,7 +74,7 @@ def is_lacking(error: BaseException) -> bool:
 
 def refusal(number: int, error: BaseException) -> Refused:
     """The answer to request `number`, which ended in `error`."""
-    code, text, lacking = "INTERNAL", f"{type(error).__name__}: {error}", is_lacking(error)
+    code, text, lacking = "INTERNAL", described(error), is_lacking(error)
     if isinstance(error, InferError):
         code, text = error.code, error.message
     elif lacking and isinstance(error, OSError):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from broker.worker.model import Instance
 from broker.worker.plans import Plan
-from broker.worker.tracebacks import complain
+from broker.worker.tracebacks import complain, described
 from shm import statistics
 from shm.admission import Request
 from shm.errors import Code, InferError
@@ -35,8 +35,7 @@ def fail(instance: Instance, request: Request, error: Exception, began: int) -> 
         request.fail(Code[error.code], error.message)
     else:
         complain(instance.model.config, error)
-        text = (str(error).strip().splitlines() or [""])[0]
-        request.fail(Code.INTERNAL, f"{type(error).__name__}: {text}")
+        request.fail(Code.INTERNAL, described(error).splitlines()[0])
     instance.block[statistics.FAIL] += 1
     instance.block[statistics.FAIL_NS] += _now() - began
 

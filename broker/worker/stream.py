@@ -11,6 +11,7 @@ from typing import Any, Protocol, final
 
 import numpy.typing as npt
 
+from broker.worker.tracebacks import described
 from shm.errors import Code, InferError
 from shm.parameters import Parameter
 
@@ -105,7 +106,7 @@ class Stream:
             if not (outputs or error or final):
                 return
         if isinstance(error, Exception) and not isinstance(error, InferError):
-            error = InferError(Code.INTERNAL, f"{type(error).__name__}: {error}")
+            error = InferError(Code.INTERNAL, described(error))
         self._answers.send(outputs, error, final)
 
     def reschedule(self) -> None:

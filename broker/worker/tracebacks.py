@@ -1,4 +1,4 @@
-"""Where a model's own code has failed: for the log, since clients get one line.
+"""Where a model's own code has failed: for the log (`complain`), since clients get one line (`described`).
 
 Used wherever an exception of a backend ends a request or a load. The same exception at the same line is logged at most
 once in ten seconds, with how often it came meanwhile. InferError is how a backend answers; it leaves nothing here.
@@ -72,6 +72,15 @@ class Tracebacks:
             while len(self._seen) > PLACES:
                 self._seen.popitem(last=False)
         return since if is_due else 0
+
+
+def described(error: BaseException) -> str:
+    """What clients are told of an exception of a model's code, even if its own `__str__` fails."""
+    try:
+        text = str(error).strip()
+    except Exception:
+        text = "its text cannot be had, its __str__ failed"
+    return f"{type(error).__name__}: {text}"
 
 
 def _entries(entry: TracebackType | None) -> Iterator[TracebackType]:

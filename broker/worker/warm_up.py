@@ -18,6 +18,7 @@ from broker.worker.backends import Operand, RuntimeModel, bind
 from broker.worker.backends.builtin import array_of
 from broker.worker.padding import made_inputs
 from broker.worker.stream import Stream
+from broker.worker.tracebacks import described
 from shm import datatypes
 from shm.errors import Code, InferError
 
@@ -46,7 +47,7 @@ def warm_up(config: ModelConfig, runtime: RuntimeModel, shape_of: Callable[[str,
                 binding.run()
         except Exception as error:  # the runtime raises classes of its own
             code = Code[error.code] if isinstance(error, InferError) else Code.INTERNAL
-            text = error.message if isinstance(error, InferError) else f"{type(error).__name__}: {error}"
+            text = error.message if isinstance(error, InferError) else described(error)
             raise InferError(code, f"failed to run warmup sample '{sample.name}': {text}") from error
 
 

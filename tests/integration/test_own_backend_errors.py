@@ -56,6 +56,24 @@ class Model:
 """
 CODE = {"runs": RUNS, "loads": LOADS, "imports": IMPORTS, "streams": STREAMS}
 
+# Texts that neither a message nor UTF-8 can carry, and none at all.
+ODD = """
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("it has no text")
+
+ERRORS = [ValueError("a file named \\udc80"), ValueError("x" * 1_000_000), Mute()]
+at = 0
+"""
+ODD_RUNS = ODD + RUNS.replace('raise ValueError("not today")  # here', "global at; at += 1; raise ERRORS[at - 1]")
+ODD_LOADS = (
+    ODD
+    + """
+def load(context):
+    raise ERRORS[context.version - 1]
+"""
+)
+
 
 def test_tracebacks_of_own_code_are_in_the_log_and_nowhere_else(tmp_path: Path) -> None:
     root = tmp_path / "models"
@@ -87,3 +105,26 @@ def test_tracebacks_of_own_code_are_in_the_log_and_nowhere_else(tmp_path: Path) 
             where = f'File \\"{root / name}/backend.py\\", line {line}, in '
             eventually(lambda where=where: where in broker.log(), name)
             assert broker.log().count(where) == 1
+
+
+def test_whatever_own_code_raises_is_an_answer(tmp_path: Path) -> None:
+    root = tmp_path / "models"
+    policy = "version_policy { all {} }\n"
+    for name, code in {"runs": ODD_RUNS, "loads": ODD_LOADS}.items():
+        directory = models.write_model(root, name, config=CONFIG + policy)
+        (directory / "backend.py").write_text(code)
+        for version in (2, 3) if name == "loads" else ():
+            (directory / str(version)).mkdir()
+    with Broker(root, tmp_path / "run", "--exit-on-error=false", "--strict-readiness=false") as broker:
+        broker.ready()
+        with clientlib.connect(f"ipc://{broker.directory}") as client:
+            told = []
+            for _ in range(3):
+                with pytest.raises(clientlib.InferError) as raised:
+                    client.infer("runs", {"x": np.ones(1, np.float32)})
+                told.append(raised.value.message)
+        assert told == ["ValueError: a file named ?", told[1], "Mute: its text cannot be had, its __str__ failed"]
+        assert told[1].startswith("ValueError: xxxx")
+        for version, text in enumerate(told, 1):
+            assert f"failed to load 'loads' version {version}: {text[:100]}" in broker.log()
+        assert all(worker["restarts"] == 0 for worker in broker.status()["workers"]), broker.log()
