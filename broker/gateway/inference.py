@@ -155,9 +155,11 @@ class Inference:
                 check_range(output.region, alias.region.byte_size, output.offset, output.byte_size)
         key: Hashable = key_of(request, version, aliases)
         if request.parameters:
-            if (request.model, version) not in self._reads_parameters:
+            reads = self._reads_parameters.get((request.model, version))
+            if reads is None:  # or the version is written in another way, as "01"
                 model = await self.metadata(request.model, version)
-            if self._reads_parameters[request.model, version] and (given := given_parameters(request)):
+                reads = model.reads_parameters
+            if reads and (given := given_parameters(request)):
                 key = (key, parameters_key(given))
         return _Resolved(version, model, aliases, key)
 

@@ -197,6 +197,15 @@ def test_tritonclient(broker, module, front, model):
             assert told(result) == {name: f"{type(value).__name__} {value}" for name, value in parameters.items()}
 
 
+def test_a_version_may_be_written_with_zeros(broker):
+    body = {"inputs": [{"name": "INPUT0", "shape": [1], "datatype": "FP32", "data": [1]}], "parameters": {"a": 2}}
+    with urllib.request.urlopen(
+        f"{url_of(broker, 'http')}/v2/models/tell/versions/01/infer", json.dumps(body).encode()
+    ) as answer:
+        outputs = {output["name"]: output["data"] for output in json.load(answer)["outputs"]}
+    assert outputs == {"key": ["a"], "value": ["int 2"]}
+
+
 def test_a_grpc_stream_and_generate(broker):
     body = json.dumps({"INPUT0": 1.0, "given": "x", "parameters": {"more": 2}}).encode()
     with urllib.request.urlopen(f"{url_of(broker, 'http')}/v2/models/stream/generate", body) as answer:
