@@ -159,6 +159,28 @@ def test_memory_of_all_kinds_in_one_request(user: Child) -> None:
         user.call("destroy_system", "s")
 
 
+def test_a_gpu_without_a_worker(broker: Gateway, env: CudaEnv, user: Child) -> None:
+    """Its memory is opened, and copied, by workers on the CPU. Ordinals are the broker's, whatever the client sees."""
+    user.call("create", "second", SIZE, 1)
+    user.call("create", "first", SIZE, 0)
+    before = opens(broker, env)
+    assert user.call("register", "g", "second", 0, SIZE).endswith(INVALID), "it is on the other one"
+    assert user.call("register", "g", "second", 1, 1 << 19).endswith("region 'g': invalid args"), "it is smaller"
+    assert user.call("register", "g", "second", 1, SIZE) == ""
+    assert user.call("status") == [["g", 1, SIZE]]
+    assert user.call("register", "first", "first", 0, SIZE) == ""
+    user.call("set", "second", [1, 2, 3, 4])
+    assert user.call("infer", "on_cpu", {"INPUT0": ("g", 0)}, {"OUTPUT0": ("first", 0)}, SHAPE) == {}
+    assert user.call("get", "first", 4) == [1, 2, 3, 4]
+    both = {"INPUT0": ("g", 0), "INPUT1": ("first", 0)}
+    said = user.call("infer", "add", both, {"OUTPUT0": None}, SHAPE)
+    assert isinstance(said, str), said
+    assert "this worker runs on" in said
+    user.call("unregister", "")
+    opened, closed = (after - earlier for after, earlier in zip(opens(broker, env), before, strict=True))
+    assert (opened, closed) == (2, 1), "calls, one of which failed"
+
+
 def test_what_lies_outside_or_over_something(user: Child) -> None:
     user.call("create", "g", SIZE, 0)
     assert user.call("register", "g", "g", 0, SIZE // 2) == "", "the first half of the allocation"
