@@ -109,6 +109,9 @@ def test_flags_without_effect_are_named_once_each():
         (["--model-control-mode=magic"], "invalid argument for --model-control-mode: magic"),
         (["--region-memory=lots"], "invalid value for --region-memory: lots"),
         (["--cuda-region-memory=much"], "invalid value for --cuda-region-memory: much"),
+        (["--model-memory-limit=half"], "invalid value for --model-memory-limit: half (expected bytes, e.g. 8G)"),
+        (["--model-memory-limit=50%"], "invalid value for --model-memory-limit: 50%"),
+        (["--model-memory-limit=-1"], "invalid value for --model-memory-limit: -1"),
         (["--region-memory=101%"], "invalid value for --region-memory: 101%"),
     ],
 )
@@ -244,3 +247,11 @@ def test_all_models_are_asked_for_alone():
     assert parse_serve(explicit).load_model == ("*",)
     with pytest.raises(UsageError, match=r"Wildcard model name '\*' must be the ONLY startup model"):
         parse_serve([*explicit, "--load-model=m"])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("0", 0), ("1000", 1000), ("1.5k", 1536), ("8G", 8 << 30), ("2 MiB", 2 << 20)]
+)
+def test_the_limit_on_models_memory(text, expected):
+    assert parse_serve(["--model-repository=r", f"--model-memory-limit={text}"]).model_memory_limit == expected
+    assert parse_serve(["--model-repository=r"]).model_memory_limit == 0
