@@ -30,8 +30,9 @@ DISABLED = "Client shared memory is disabled. Start the server with '--allow-cli
 KINDS = {"system": "system", "cuda": "CUDA"}  # as Triton's texts spell them
 MAX_NAME = 256  # characters
 MAX_DEVICE = 2**31 - 1
-# At a time, of CUDA regions: each may wait for a request's end. The session takes 64 calls, others' among them.
-MAX_RETIRING = 16
+# Calls about CUDA regions at a time: they wait for a driver, or for a request's end, and the session takes 64 calls,
+# those of others among them.
+MAX_OPENING = MAX_RETIRING = 16
 MAX_ALIASES = 4096
 KEEP_S = 5.0  # a descriptor after its last use
 MAX_SIZE = 2**63 - 1  # bytes, of what a message carries
@@ -117,7 +118,7 @@ class RegionCache:
         self._limit = limit
         self._aliases: OrderedDict[tuple[Principal, str], Alias] = OrderedDict()
         self._numbers = itertools.count(1)
-        self._retiring = asyncio.Semaphore(MAX_RETIRING)
+        self._opening, self._retiring = asyncio.Semaphore(MAX_OPENING), asyncio.Semaphore(MAX_RETIRING)
 
     # --- verbs -----------------------------------------------------------------------------------------------------
 
@@ -139,9 +140,9 @@ class RegionCache:
         _check_name(name)
         if not 0 <= byte_size <= MAX_SIZE:
             raise InferError(Code.INVALID_ARG, f"failed to register shared memory region '{name}': invalid args")
-        await self._client.call(
-            RegisterCudaFor(principal=principal, name=name, handle=handle, ordinal=device, byte_size=byte_size)
-        )
+        asked = RegisterCudaFor(principal=principal, name=name, handle=handle, ordinal=device, byte_size=byte_size)
+        async with self._opening:
+            await self._client.call(asked)
 
     async def unregister(self, caller: Caller, kind: str, name: str) -> None:
         """Retire one region of the caller's principal, or with `name` "" all of `kind`. Unknown names succeed.
