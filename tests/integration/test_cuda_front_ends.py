@@ -30,6 +30,7 @@ from tests.integration.test_principals import CONFIG as GATED
 pytestmark = pytest.mark.timeout(120)
 SIZE, APART = 4096, 1024
 SHAPE = [1, 4]
+over_http = pytest.mark.parametrize("user", ["http"], indirect=True)  # what is the same over gRPC
 INVALID = "failed to register shared memory region: invalid args"
 
 
@@ -159,6 +160,7 @@ def test_memory_of_all_kinds_in_one_request(user: Child) -> None:
         user.call("destroy_system", "s")
 
 
+@over_http
 def test_a_gpu_without_a_worker(broker: Gateway, env: CudaEnv, user: Child) -> None:
     """Its memory is opened, and copied, by workers on the CPU. Ordinals are the broker's, whatever the client sees."""
     user.call("create", "second", SIZE, 1)
@@ -190,6 +192,7 @@ def test_what_lies_outside_or_over_something(user: Child) -> None:
         (("g", SIZE // 2 - 8), ("g", 0), "Invalid offset + byte size for shared memory region: 'g'"),
         (("g", 0), ("g", 8), "output 'OUTPUT0' overlaps input 'INPUT0'"),
         (("g", 0), ("other", 8), "output 'OUTPUT0' overlaps input 'INPUT0'"),
+        (("g", 0), ("g", 64, 0), "shared memory size specified with the request for output 'OUTPUT0' (0 bytes)"),
         (("g", 0), ("g", 64, 8), "shared memory size specified with the request for output 'OUTPUT0' (8 bytes)"),
     ):
         assert expected in user.call("infer", "on_cpu", {"INPUT0": inputs}, {"OUTPUT0": output}, SHAPE)
@@ -242,6 +245,7 @@ def test_a_stream_of_grpc(broker: Gateway, env: CudaEnv) -> None:
         user.call("unregister_all")
 
 
+@over_http
 def test_a_user_has_so_many_bytes(user: Child) -> None:
     user.call("create", "g", 1 << 20, 0)
     assert user.call("register", "a", "g", 0, 1 << 20) == ""
@@ -250,6 +254,7 @@ def test_a_user_has_so_many_bytes(user: Child) -> None:
     assert user.call("register", "b", "g", 0, 16) == ""
 
 
+@over_http
 def test_an_exporter_that_is_killed(broker: Gateway, env: CudaEnv, user: Child) -> None:
     """Its regions stay until they are unregistered: a handle does not say whose it is. Others are served meanwhile."""
     before = opens(broker, env)
