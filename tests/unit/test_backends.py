@@ -232,6 +232,21 @@ def test_open_and_placed_outputs_beside_each_other(tmp_path):
         assert difference.tolist() == [[value - 1] * 4]
 
 
+def test_results_are_their_arrays_own_and_the_binding_keeps_none(tmp_path):
+    models.write_model(tmp_path.parent, tmp_path.name, models.unique())
+    x = np.arange(1000, dtype=np.float32)
+    operands = [Operand("x", "FP32", (1000,), x.view(np.uint8))], [Operand("y", "FP32", (-1,), None)]
+    binding = backend.load(context(tmp_path)).bind(*operands)
+    binding.run()
+    (first,) = binding.results()
+    assert not binding._io.get_outputs()[0].has_value()
+    x[:] = 7
+    binding.run()
+    (second,) = binding.results()
+    assert second.tolist() == [7]
+    assert first.tolist() == list(range(1000))
+
+
 def test_a_closed_model_lets_go_of_its_session(tmp_path):
     models.write_model(tmp_path.parent, tmp_path.name, models.matmul())
     loaded = backend.load(context(tmp_path))

@@ -183,14 +183,20 @@ class _Bound:
             raise _failure(Code.INTERNAL, error) from None
 
     def _run_open(self) -> None:
-        # The binding keeps what the last run allocated and would demand the same shape again.
-        for name, _ in self._open:
-            self._io.bind_output(name, *self._where)
+        self._let_go()  # of a run whose results nobody has taken
         self._run_closed()
 
+    def _let_go(self) -> None:
+        """The binding keeps what the last run allocated, and would demand the same shape again."""
+        for name, _ in self._open:
+            self._io.bind_output(name, *self._where)
+
     def results(self) -> list[npt.NDArray[np.generic]]:
+        """They own what the run has allocated. A client may have thousands of bindings: none keeps it."""
         values = self._io.get_outputs()
-        return [_view(values[index], self._kept[1][index].datatype) for _, index in self._open]
+        found = [_view(values[index], self._kept[1][index].datatype) for _, index in self._open]
+        self._let_go()
+        return found
 
 
 @final
@@ -271,7 +277,9 @@ class _Feed:
             raise _failure(Code.INTERNAL, error) from None
 
     def results(self) -> list[npt.NDArray[np.generic]]:
-        return self._results
+        """Once: a client may have thousands of bindings, and none keeps what it has given."""
+        found, self._results = self._results, []
+        return found
 
 
 def _array(operand: Operand) -> npt.NDArray[Any]:
@@ -296,14 +304,15 @@ def _text(item: bytes, index: int, name: str) -> str:
 
 
 def _view(value: Any, datatype: str) -> npt.NDArray[np.generic]:
-    """The runtime's own memory as an array, without the copy that `OrtValue.numpy()` makes."""
+    """The runtime's own memory as an array that keeps it, without the copy that `OrtValue.numpy()` makes."""
     shape = tuple(value.shape())
     dtype = datatypes.numpy_dtype(datatype)
     byte_size = datatypes.byte_size(datatype, shape)
     if byte_size == 0:
         return np.empty(shape, dtype)
-    raw = memoryview((ctypes.c_uint8 * byte_size).from_address(value.data_ptr()))
-    flat: npt.NDArray[Any] = np.frombuffer(raw, np.uint8).view(dtype)
+    raw = (ctypes.c_uint8 * byte_size).from_address(value.data_ptr())
+    raw.owner = value  # type: ignore[attr-defined]
+    flat: npt.NDArray[Any] = np.frombuffer(memoryview(raw), np.uint8).view(dtype)
     return flat.reshape(shape)
 
 
