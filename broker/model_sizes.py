@@ -1,4 +1,6 @@
-"""How much memory each model takes: the growth of its worker while it loaded, until then the size of its files.
+"""How much memory each model takes: the growth of its workers while it loaded, and at least the size of its files.
+
+A worker grows less than that where it takes memory that a model which was just unloaded has not given back yet.
 
 Kept by `broker.version_life`, which loads; asked by `broker.model_memory`, status and metrics. Host memory only: what a
 model has on a GPU shows nowhere here. Loads that overlap in a worker share its growth by the size of their files; while
@@ -56,7 +58,7 @@ class ModelSizes:
         size = self._sizes.get((model, version))
         if size is None:
             return 0
-        return sum(size.grown.values()) if size.grown else size.files
+        return max(size.files, sum(size.grown.values()))
 
     def note(self, model: str, files: Mapping[int, int]) -> int:
         """These versions are to be loaded, from files of so many bytes. Returns what they will take together."""

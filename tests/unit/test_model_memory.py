@@ -97,6 +97,13 @@ def test_a_model_is_as_large_as_its_files_until_it_was_measured():
     assert (sizes.of("m", 1), sizes.of("m", 2)) == (3 * MB, 20)
 
 
+def test_a_worker_that_grew_less_had_memory_left_of_another():
+    sizes = ModelSizes()
+    sizes.note("m", {1: 5 * MB})
+    grow(sizes, MB, "m")
+    assert sizes.of("m", 1) == 5 * MB
+
+
 def test_it_is_known_for_files_of_the_same_size_and_is_the_largest_seen():
     sizes = ModelSizes()
     for growth in (2, 3, 1):
