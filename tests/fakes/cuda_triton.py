@@ -46,6 +46,10 @@ class TritonUser:
         self.library.destroy_shared_memory_region(self.regions.pop(name))
         return len(self.library.allocated_shared_memory_regions())
 
+    def destroy_all(self) -> None:
+        for name in list(self.regions):
+            self.destroy(name)
+
 
 class TritonCaller(TritonUser):
     """The same with tritonclient's client of one transport ("http" or "grpc"), which registers and infers."""

@@ -30,7 +30,7 @@ from tests.integration.test_principals import CONFIG as GATED
 pytestmark = pytest.mark.timeout(120)
 SIZE, APART = 4096, 1024
 SHAPE = [1, 4]
-over_http = pytest.mark.parametrize("user", ["http"], indirect=True)  # what is the same over gRPC
+over_http = pytest.mark.parametrize("process", ["http"], indirect=True)  # what is the same over gRPC
 INVALID = "failed to register shared memory region: invalid args"
 
 
@@ -76,13 +76,22 @@ def broker(env: CudaEnv, repository: Path, gate: Gate) -> Iterator[Gateway]:
         yield running.ready()
 
 
-@pytest.fixture(params=["http", "grpc"])
-def user(request: pytest.FixtureRequest, broker: Gateway, env: CudaEnv) -> Iterator[Child]:
-    address = f"127.0.0.1:{broker.ports[request.param]}"
-    with Child(env, "tests.fakes.cuda_triton:TritonCaller", "simulated", request.param, address) as child:
+def caller(broker: Gateway, env: CudaEnv, transport: str) -> Child:
+    address = f"127.0.0.1:{broker.ports[transport]}"
+    return Child(env, "tests.fakes.cuda_triton:TritonCaller", "simulated", transport, address)
+
+
+@pytest.fixture(scope="module", params=["http", "grpc"])
+def process(request: pytest.FixtureRequest, broker: Gateway, env: CudaEnv) -> Iterator[Child]:
+    with caller(broker, env, request.param) as child:
         yield child
-        if child.process.poll() is None:
-            child.call("unregister_all")
+
+
+@pytest.fixture
+def user(process: Child) -> Iterator[Child]:
+    yield process
+    process.call("unregister_all")
+    process.call("destroy_all")
 
 
 @pytest.fixture
@@ -113,7 +122,7 @@ def opens(broker: Gateway, env: CudaEnv) -> tuple[int, int]:
 
 def test_tritons_flow(broker: Gateway, env: CudaEnv, user: Child) -> None:
     """As simple_{http,grpc}_cudashm_client do it."""
-    user.call("unregister_all")
+    first = opens(broker, env)
     for name in ("in", "out"):
         user.call("create", name, SIZE, 0)
         assert user.call("register", name, name, 0, SIZE) == ""
@@ -136,8 +145,7 @@ def test_tritons_flow(broker: Gateway, env: CudaEnv, user: Child) -> None:
     assert "Unable to find shared memory region: 'in'" in said
     assert user.call("unregister", "") == ""
     assert user.call("status") == []
-    opened, closed = opens(broker, env)
-    assert opened == closed
+    assert [now - then for then, now in zip(first, opens(broker, env), strict=True)] == [2, 2]
     assert user.call("destroy", "in") + user.call("destroy", "out") == 1
 
 
@@ -234,8 +242,7 @@ def test_one_output_region_for_all_requests(user: Child) -> None:
 
 
 def test_a_stream_of_grpc(broker: Gateway, env: CudaEnv) -> None:
-    address = f"127.0.0.1:{broker.ports['grpc']}"
-    with Child(env, "tests.fakes.cuda_triton:TritonCaller", "simulated", "grpc", address) as user:
+    with caller(broker, env, "grpc") as user:
         user.call("create", "g", SIZE, 0)
         assert user.call("register", "g", "g", 0, SIZE) == ""
         user.call("set", "g", [1, 2, 3, 4])
@@ -254,15 +261,14 @@ def test_a_user_has_so_many_bytes(user: Child) -> None:
     assert user.call("register", "b", "g", 0, 16) == ""
 
 
-@over_http
-def test_an_exporter_that_is_killed(broker: Gateway, env: CudaEnv, user: Child) -> None:
+def test_an_exporter_that_is_killed(broker: Gateway, env: CudaEnv) -> None:
     """Its regions stay until they are unregistered: a handle does not say whose it is. Others are served meanwhile."""
     before = opens(broker, env)
-    user.call("create", "g", SIZE, 0)
-    assert user.call("register", "g", "g", 0, SIZE) == ""
-    user.kill()
-    address = f"127.0.0.1:{broker.ports['http']}"
-    with Child(env, "tests.fakes.cuda_triton:TritonCaller", "simulated", "http", address) as other:
+    with caller(broker, env, "http") as user:
+        user.call("create", "g", SIZE, 0)
+        assert user.call("register", "g", "g", 0, SIZE) == ""
+        user.kill()
+    with caller(broker, env, "grpc") as other:
         said = other.call("infer", "on_cpu", {"INPUT0": ("g", 0)}, {"OUTPUT0": None}, SHAPE)
         assert isinstance(said, str) or len(said["OUTPUT0"]) == 4, "an error or an answer"
         assert other.call("infer", "on_cpu", {"INPUT0": [1, 2, 3, 4]}, {"OUTPUT0": None}, SHAPE) == {
