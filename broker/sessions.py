@@ -25,6 +25,7 @@ import msgspec
 from broker.records import OURS, Peer
 from shm import sockets
 from shm.errors import Code, InferError, ProtocolError
+from shm.lease_messages import KeepLoaded
 from shm.messages import (
     MAX_DATAGRAM,
     PROTOCOL,
@@ -48,7 +49,8 @@ HELLO_TIMEOUT_S = 5.0
 STALL_TIMEOUT_S = 5.0  # a client that reads nothing for so long while replies wait is gone for our purposes
 BURST = 16  # datagrams of one session per turn of the loop
 MAX_WAITING = 256  # requests
-AT_ONCE = 64  # requests that run: a gateway's, a worker's, or loads and unloads
+AT_ONCE = 64  # requests that run: a gateway's, a worker's, or those of a client that may take as long as a load
+MAY_LOAD = (LoadModel, UnloadModel, KeepLoaded)
 MAX_WAITING_BYTES = 4 << 20
 MAX_OUTBOX_BYTES = 256 << 10  # of replies that a client has not read
 # A gateway's event loop may be busy while all its calls are answered: reading none for a moment must not be its end.
@@ -165,7 +167,7 @@ class Session:
                     await self._drained.wait()
                     request, fds, byte_size = self._waiting.popleft()
                     self._waiting_bytes -= byte_size
-                    if self._greeted and (self.peer.role in OURS or isinstance(request, LoadModel | UnloadModel)):
+                    if self._greeted and (self.peer.role in OURS or isinstance(request, MAY_LOAD)):
                         await self._begin(request, fds)
                     else:
                         await self._serve(request, fds)

@@ -142,6 +142,18 @@ async def test_a_reload_that_was_ended_leaves_what_serves(repository: Path, monk
         assert worker.restarts == 0
 
 
+def test_a_lease_that_waits_for_an_endless_load_keeps_no_other_call_waiting(repository: Path, tmp_path: Path) -> None:
+    with Broker(repository, tmp_path / "run", "--model-control-mode=explicit") as broker:
+        broker.ready()
+        with clientlib.connect(f"ipc://{broker.directory}", timeout=20) as client:
+            with pytest.raises(InferError, match="no answer to KeepLoaded"), client.keep_loaded("slow", timeout=0.5):
+                pass
+            assert client.models()["slow"].state == "LOADING"
+            (repository / "../endless").unlink()
+            eventually(lambda: client.models()["slow"].state == "READY")
+            client.unload("slow")  # its lease has ended with the block
+
+
 @pytest.mark.parametrize("start", [True, False], ids=["at start", "asked for"])
 def test_a_broker_with_an_endless_load_stops_in_time(repository: Path, tmp_path: Path, start: bool) -> None:
     flags = ["--model-control-mode=explicit", "--load-model=add1", "--exit-timeout-secs=20"]
