@@ -37,15 +37,18 @@ class Homes:
     def begin(self, model: str, sequence_id: int, workers: tuple[str, ...], up: list[str]) -> str:
         """The worker of one that begins: of those that are `up`, the freest first, the one with the fewest sequences.
 
-        A sequence keeps a slot of its worker's instances, whether steps of it run just now or not.
+        A sequence keeps a slot of its worker's instances, whether steps of it run just now or not. One that begins anew
+        stays where it was, if that is up: there its START ends what it had before, which would keep its slot elsewhere.
         """
         if self._shared:
             return self.find(model, sequence_id, workers)
         with self._lock:
+            before = self._homes.get((model, sequence_id))
             self._forget(model, sequence_id)
             if len(self._homes) >= MAX_HOMES:
                 self._forget(*next(iter(self._homes)))
-            home = self._homes[model, sequence_id] = min(up, key=lambda worker: self._counts[model, worker])
+            home = before if before in up else min(up, key=lambda worker: self._counts[model, worker])
+            self._homes[model, sequence_id] = home
             self._counts[model, home] += 1
         return home
 

@@ -121,6 +121,13 @@ def test_steps_of_a_sequence_follow_its_start(bench: Bench) -> None:
     assert bench.spread.pick((2, True, False)) in (A, C), "it begins anew, where somebody is"
 
 
+def test_a_sequence_that_begins_anew_stays_where_it_was(bench: Bench) -> None:
+    begun = {number: bench.spread.pick((number, True, False)) for number in range(1, 10)}
+    bench.took(a=10**9, b=1, c=10**9)
+    assert {number: bench.spread.pick((number, True, False)) for number in begun} == begun
+    assert bench.spread._homes._counts.total() == len(begun)
+
+
 def test_sequences_that_never_end_are_forgotten(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(homes, "MAX_HOMES", 3)
     begun = [bench.spread.pick((number, True, False)) for number in range(1, 7)]
