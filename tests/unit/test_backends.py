@@ -156,7 +156,7 @@ def test_options_follow_tritons_parameters(tmp_path):
     assert options.get_session_config_entry("session.intra_op.allow_spinning") == "1"
 
 
-@pytest.mark.parametrize("value", ["-1", "two", "", "1.5"])
+@pytest.mark.parametrize("value", ["-1", "two", "", "1.5", "²"])
 def test_a_thread_count_that_is_none_is_refused(tmp_path, value):
     with pytest.raises(InferError, match="'intra_op_thread_count' must be a number of threads, got") as raised:
         backend._options(context(tmp_path, intra_op_thread_count=value))

@@ -91,7 +91,7 @@ def _options(context: Context) -> Any:
 
 def _count(parameters: dict[str, str], key: str) -> int:
     text = parameters.get(key, "0")
-    if not text.isdigit():
+    if not (text.isascii() and text.isdigit()):
         raise InferError(Code.INVALID_ARG, f"model parameter '{key}' must be a number of threads, got '{text}'")
     return int(text)
 
