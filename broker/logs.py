@@ -66,7 +66,8 @@ class _FileHandler(_Dropping, logging.FileHandler):
 
 @final
 class StderrHandler(_Dropping):
-    """Never waits for whoever reads stderr: a pipe that nobody reads would stop this process for good.
+    """Never waits for whoever reads stderr: a pipe that nobody reads, or a terminal that was stopped by Ctrl-S, would
+    stop this process for good.
 
     How the descriptor waits is not changed, since others write to it as well.
     """
@@ -75,7 +76,15 @@ class StderrHandler(_Dropping):
         super().__init__()
         # Started without a stderr, its number may be anything's by now.
         self._fd = -1 if sys.__stderr__ is None else sys.__stderr__.fileno()
+        self._terminal = _terminal(self._fd)
         self._dropped = 0
+
+    def close(self) -> None:
+        """The terminal stays open under its other number."""
+        terminal, self._terminal = self._terminal, -1
+        if terminal >= 0:
+            os.close(terminal)
+        super().close()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line, or drop it; the next one that there is room for says how many were."""
@@ -83,12 +92,24 @@ class StderrHandler(_Dropping):
             line = f"{self.format(record)}\n"
             if self._dropped:
                 line = f"{self._dropped} lines of the log were dropped: nobody reads it, or not fast enough\n{line}"
-            if _write(self._fd, line.encode(errors="replace")):
+            if _write(self._fd if self._terminal < 0 else self._terminal, line.encode(errors="replace")):
                 self._dropped = 0
             else:
                 self._dropped += 1
         except Exception:
             self.handleError(record)
+
+
+def _terminal(fd: int) -> int:
+    """The terminal that `fd` is, by a description of our own, which does not wait. -1: it is none, or not ours to open,
+    as after `su`; then writing to it may wait.
+    """
+    try:
+        if fd >= 0 and os.isatty(fd):
+            return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        pass
+    return -1
 
 
 def _write(fd: int, data: bytes) -> bool:
@@ -99,6 +120,8 @@ def _write(fd: int, data: bytes) -> bool:
             return _begin(lambda part: line.send(part, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL), data)
     if stat.S_ISFIFO(kind):
         return _begin(lambda part: _into_pipe(fd, part), data)
+    if not os.get_blocking(fd):
+        return _begin(lambda part: os.write(fd, part), data)
     while data:
         data = data[os.write(fd, data) :]
     return True

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import pty
 import sys
+import termios
 from collections.abc import Iterator
 
 import pytest
@@ -62,6 +64,28 @@ def test_lines_that_nobody_reads_are_dropped_and_counted(stderr: Stderr) -> None
     assert abs(int(told[-2].split()[0]) + len(first) - 10_000) <= 1
     say(handler, "and again")
     assert stderr.told() == "and again\n"
+
+
+def test_a_terminal_that_is_stopped_or_not_read_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    with open(ours, "rb", 0) as screen, open(theirs, "wb", 0) as terminal:
+        monkeypatch.setattr(sys, "__stderr__", terminal)
+        handler = logs.StderrHandler()
+        say(handler, "x" * 1000)
+        told = b""
+        while not told.endswith(b"\r\n"):
+            told += screen.read(2000)
+        assert told == b"x" * 1000 + b"\r\n"
+        termios.tcflow(terminal, termios.TCOOFF)
+        for number in range(5000):
+            say(handler, str(number))
+        termios.tcflow(terminal, termios.TCOON)
+        say(handler, "again")
+        assert screen.read(1000).startswith(b"5000 lines of the log were dropped: ")
+        for number in range(5000):  # nobody looks at the screen
+            say(handler, f"{number} {'x' * 100}")
+        assert os.get_blocking(theirs), "others write there, too"
+        handler.close()
 
 
 def test_without_a_stderr_nothing_else_is_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
