@@ -61,7 +61,11 @@ class Leases:
 
     def versions(self, model: str) -> Counter[int]:
         """How many are held on which version of it; those on the latest are not among them."""
-        return Counter(int(version) for _, each, version in self._all() if each == model and version.isdigit())
+        return Counter(
+            int(version)
+            for _, each, version in self._all()
+            if each == model and version.isascii() and version.isdigit()
+        )
 
     def refusal(self, model: str, ensembles: Iterable[str] = ()) -> str:
         """Why it cannot be unloaded, or "". `ensembles`: those that are loaded and use it, directly or not."""

@@ -140,22 +140,24 @@ class VersionLife:
     ) -> tuple[Worker, ...]:
         """On all workers that it has instances on, or on none: where one fails, the others go back."""
         first, *others = placed(config).items()
-        done: list[Worker] = []
+        done: dict[str, Worker] = {}  # noted by each itself: a load that is cancelled would forget who had ended
+
+        async def bring(key: str, part: ModelConfig) -> None:
+            done[key] = await self._on_a_worker(key, part, number, generation)
+
         try:
             async with self._may_load:
                 # What is wrong with a model's files shows on the first; only what is a worker's own is left to others.
                 for each in ([first], others):
-                    loads = (self._on_a_worker(key, part, number, generation) for key, part in each)
-                    results = await asyncio.gather(*loads, return_exceptions=True)
-                    done += [result for result in results if isinstance(result, Worker)]
+                    results = await asyncio.gather(*(bring(*one) for one in each), return_exceptions=True)
                     for result in results:
                         if isinstance(result, BaseException):
                             raise result
         except BaseException:
             if done:
-                await self._go_back(config.name, number, version, done)
+                await self._go_back(config.name, number, version, list(done.values()))
             raise
-        return tuple(done)
+        return tuple(done[key] for key, _ in (first, *others))
 
     async def _on_a_worker(self, key: str, config: ModelConfig, number: int, generation: int) -> Worker:
         for left in range(self._retries, -1, -1):

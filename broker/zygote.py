@@ -201,7 +201,7 @@ class _Zygote:
         """Helper processes of a dead worker that had left its group. A living worker adopts its own, not we."""
         for pid in _children():
             if pid not in self._workers:
-                os.kill(pid, signal.SIGKILL)  # what it leaves behind comes to us, and its end brings us here again
+                _kill(pid)  # what it leaves behind comes to us, and its end brings us here again
 
     def _say(self, message: ZygoteMessage, *fds: int) -> None:
         send(self._link, encode(message), fds)
@@ -212,15 +212,22 @@ def _children() -> list[int]:
         return [int(pid) for pid in listed.read().split()]
 
 
+def _kill(pid: int) -> bool:
+    """False: it runs as another user by now (set-uid), and is left alone."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except PermissionError:
+        return False
+    return True
+
+
 def _end_children() -> None:
     """Workers, and all that they started: whatever loses its parent becomes ours, so this comes to an end."""
     while True:
-        pids = _children()
-        if not pids:
+        killed = [pid for pid in _children() if _kill(pid)]
+        if not killed:
             return
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        for pid in pids:
+        for pid in killed:
             os.waitpid(pid, 0)
 
 

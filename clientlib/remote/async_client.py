@@ -130,6 +130,10 @@ class AsyncRemoteClient(StaysHere):
         """GPU memory; raises InferError UNSUPPORTED."""
         raise InferError(Code.UNSUPPORTED, f"cannot register '{name}': {NO_CUDA}")
 
+    async def alloc_cuda(self, name: str, byte_size: int, device: str | None = None) -> AsyncRegion:
+        """GPU memory; raises InferError UNSUPPORTED."""
+        raise InferError(Code.UNSUPPORTED, f"cannot allocate '{name}': {NO_CUDA}")
+
     async def open_region(self, token: str, name: str | None = None) -> AsyncRegion:
         """A region that another client of the same uid on this host shared."""
         return _own(await self._run(self.remote.open_region(name, token)))

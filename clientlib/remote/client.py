@@ -135,6 +135,10 @@ class RemoteClient(StaysHere):
         """GPU memory; raises InferError UNSUPPORTED."""
         raise InferError(Code.UNSUPPORTED, f"cannot register '{name}': {NO_CUDA}")
 
+    def alloc_cuda(self, name: str, byte_size: int, device: str | None = None) -> Region:
+        """GPU memory; raises InferError UNSUPPORTED."""
+        raise InferError(Code.UNSUPPORTED, f"cannot allocate '{name}': {NO_CUDA}")
+
     def open_region(self, token: str, name: str | None = None) -> Region:
         """A region that another client of the same uid on this host shared."""
         return _own(self._run(self.remote.open_region(name, token)))

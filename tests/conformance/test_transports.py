@@ -176,6 +176,9 @@ class TestErrors:
         with pytest.raises(InferError, match="cannot register 'gpu'") as caught:
             client.register_cuda_shm("gpu", object())
         assert caught.value.code in ("UNSUPPORTED", "INVALID_ARG")  # by whether this machine has a GPU
+        if caught.value.code == "UNSUPPORTED":
+            with pytest.raises(InferError, match="cannot allocate 'gpu'"):
+                client.alloc_cuda("gpu", 64)
 
 
 class TestProcess:
