@@ -81,8 +81,8 @@ async def test_an_ensemble_whose_member_a_worker_lost(repository: Path) -> None:
         version = served.known["a"].versions[1]
         (worker,) = version.workers
         worker._give_up(("a", 1, version.generation), "a test")
-        while served._again:
-            await next(iter(served._again))
+        while served._unawaited._tasks:
+            await next(iter(served._unawaited._tasks))
         assert ready(served) == {"b"}
         await served.load("a")
         assert ready(served) == {"a", "b", "inner"}
