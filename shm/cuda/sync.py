@@ -8,7 +8,8 @@ An event's wait is for the record that was the latest when the wait was asked fo
 index is sent, and not again before the request has ended: a ring has as many events as requests may be under way. A
 handle of memory carries no order: without an event the producer waits for its stream before it sends (`synchronize`).
 
-All functions need a current context. Used by `clientlib` and by workers.
+All functions need a current context. Workers use the streams (`broker.worker.cuda`). No message
+carries a ring to a worker yet: clients wait for their streams.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,9 @@ def load(context: Context) -> Repeat:
     return Repeat()
 
 
+MAX_MS: Final = 600_000  # a client's word must not keep an instance for longer
+
+
 @final
 class Repeat:
     """One instance."""
@@ -43,6 +46,9 @@ class Repeat:
             count, delay, wait = (stream.inputs[name].reshape(-1) for name in ("IN", "DELAY", "WAIT"))
             if count.size != delay.size or wait.size != 1:
                 stream.send(error=_refusal(stream.inputs), final=True)
+                continue
+            if (late := _too_long(delay, wait)) is not None:
+                stream.send(error=late, final=True)
                 continue
             threading.Thread(target=_answer, args=(stream, count, delay), name="repeat", daemon=True).start()
             _be_busy(stream, int(wait[0]) / 1000)
@@ -72,6 +78,8 @@ class _Once:
         if values.size != 1:
             text = shape_text(self._inputs["IN"].shape)
             raise InferError(Code.INVALID_ARG, f"a model that is not decoupled has one response, got IN {text}")
+        if (late := _too_long(delay, wait)) is not None:
+            raise late
         time.sleep(max(int(delay[0]), int(wait[0])) / 1000)
         made = {"OUT": values.astype(np.int32), "IDX": np.zeros(1, np.uint32)}
         self._results = store(self._outputs, made)
@@ -86,6 +94,14 @@ def _be_busy(stream: Stream, seconds: float) -> None:
     while (remaining := until - time.monotonic()) > 0:
         time.sleep(min(remaining, 1.0))
         _ = stream.cancelled  # a sign of life
+
+
+def _too_long(delay: npt.NDArray[Any], wait: npt.NDArray[Any]) -> InferError | None:
+    """Both come from the client, up to 49 days, and an instance that is busy for it shows signs of life."""
+    longest = max(int(delay.max(initial=0)), int(wait[0]))
+    if longest <= MAX_MS:
+        return None
+    return InferError(Code.INVALID_ARG, f"expected DELAY and WAIT of at most {MAX_MS} ms, got {longest}")
 
 
 def _refusal(inputs: Mapping[str, npt.NDArray[Any]]) -> InferError:
