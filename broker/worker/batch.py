@@ -10,7 +10,9 @@ from broker.worker.plans import Plan
 from broker.worker.queues import Row
 from broker.worker.sequence_endings import Ending, tell
 from shm.admission import Publishes, Request
+from shm.worker_channel import WorkerChannel
 
+TAKE_LIMIT = 64
 SHORT_NS = 200_000  # longer batches run without the lead: a hand-off between threads costs 10-20 µs
 
 
@@ -68,3 +70,15 @@ def by_channel(requests: list[Request]) -> Iterable[tuple[Publishes, list[Reques
     for request in requests:
         groups.setdefault(request.channel, []).append(request)
     return tuple(groups.items())
+
+
+def worth_taking(channel: WorkerChannel, now: int) -> int:
+    """How many entries of a channel to queue at once.
+
+    All, where requests may run together. One of a model that runs each alone: queued, it costs twice what it costs
+    inline, and what is queued keeps all others from running inline. With many of each client in the queue it would
+    never be empty again while the clients send a new request for every answer.
+    """
+    request = channel.peek(now)
+    model = None if request is None else request.plan.model  # type: ignore[union-attr]
+    return 1 if model is not None and model.alone else TAKE_LIMIT

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import final
 
-from broker.worker.batch import SHORT_NS, Batch, by_channel
+from broker.worker.batch import SHORT_NS, Batch, by_channel, worth_taking
 from broker.worker.endings import count_endings
 from broker.worker.ensemble_inline import lone_run
 from broker.worker.execute import run_batch
@@ -31,8 +31,7 @@ from shm.worker_channel import WorkerChannel
 
 DEPOSE_NS = 10_000_000
 QUIET_NS = 100_000_000
-DRAIN_NS = 1_000_000
-TAKE_LIMIT = 64
+DRAIN_NS = 2_000_000
 PARK_S = 0.025  # longest time that nobody looks at the channels
 _now = time.monotonic_ns
 
@@ -193,7 +192,7 @@ class Loop:
                         return None
                 if channel.held:
                     channel.ring_held()
-                self._take(channel, now)
+                self._take(channel, now, worth_taking(channel, now))
             batch = None
             if not found or scheduler.queued or scheduler.suspects:
                 if scheduler.deadline and now >= scheduler.deadline:
@@ -318,10 +317,10 @@ class Loop:
             if channel.held:
                 channel.ring_held()
 
-    def _take(self, channel: WorkerChannel, now: int) -> None:
+    def _take(self, channel: WorkerChannel, now: int, limit: int) -> None:
         """Feed the queues from one channel, and end what was not admitted or was cancelled."""
         taken: list[Request] = []
-        notable = channel.take(TAKE_LIMIT, now, taken)
+        notable = channel.take(limit, now, taken)
         self._taken += len(taken)
         if taken and any(request.plan.model.answers for request in taken):  # type: ignore[union-attr]
             taken = take_in(taken)

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import os
 import signal
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,23 @@ def subreaper() -> Iterator[None]:
             os.waitpid(pid, 0)
         prctl(PR_SET_CHILD_SUBREAPER, 0)
     assert not left, f"processes were left behind: {left}"
+
+
+def kill_new(named: Callable[[], int], gone: set[int], limit_s: float = 30.0) -> None:
+    """SIGKILL the process that `named` tells, once it tells one that is not in `gone` and lives; it joins `gone`.
+
+    What a broker's status says may be a moment old: just after a death it still names the dead process.
+    """
+    until_s = time.monotonic() + limit_s
+    while True:
+        pid = named()
+        if pid and pid not in gone:
+            gone.add(pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                return
+        assert time.monotonic() < until_s, f"no process but {sorted(gone)} was named within {limit_s:g} s"
+        time.sleep(0.005)
 
 
 async def until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tests.fakes.processes import kill_new
 from tests.faults import child, raw, visitor
 from tests.faults.lab import eventually, scaled
 from tests.faults.visited import VisitedLab
@@ -66,14 +66,14 @@ def _register_infer_unregister(http: int, grpc: int, turns: int) -> dict[str, An
 def test_gateways_killed_while_others_register_infer_and_unregister(tmp_path: Path) -> None:
     """Two gateways on the same ports, one of which is killed now and then."""
     turns = scaled(40, 1000)
+    gone: set[int] = set()
     with VisitedLab(tmp_path, "--gateways=2") as lab:
         eventually(lambda: all(lab.gateway_pids()), "both run")
         offender = lab.start(_register_infer_unregister, http=lab.http, grpc=lab.grpc, turns=turns)
         for kill in range(turns // 10):
             offender.heard()
-            victim = lab.gateway_pids()[kill % 2]
-            if (victim and kill % 2 == 0) or kill % 4 == 1:
-                os.kill(victim, signal.SIGKILL)
+            if kill % 4 != 3:
+                kill_new(lambda: lab.gateway_pids()[kill % 2], gone)  # noqa: B023 (called at once)
         found = offender.result()
         lab.tell_tales(found)
         assert found["wrong"] == []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Iterator
 
@@ -19,6 +17,7 @@ from shm.errors import InferError
 from tests.fakes import models
 from tests.fakes.broker import eventually
 from tests.fakes.gateways import Gateway
+from tests.fakes.processes import kill_new
 
 pytestmark = pytest.mark.timeout(120)
 FLOW = """
@@ -144,10 +143,10 @@ def test_members_may_be_reloaded_and_workers_die(broker, client):
         seen = answers
         client.load("add1")
         eventually(lambda seen=seen: answers > seen + 10 or failures, f"answers after reload {turn}")
+    gone: set[int] = set()
     for turn in range(3):
-        (worker,) = broker.status()["workers"]
         seen = answers
-        os.kill(worker["pid"], signal.SIGKILL)
+        kill_new(lambda: broker.status()["workers"][0]["pid"], gone)
         eventually(lambda seen=seen: answers > seen + 10 or failures, f"answers after death {turn}")
     stop.set()
     for thread in threads:

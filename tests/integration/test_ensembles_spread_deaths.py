@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Iterator
 
@@ -15,6 +13,7 @@ from shm.errors import InferError
 from tests.fakes import spread
 from tests.fakes.broker import Broker, eventually
 from tests.fakes.lone_worker import Gate
+from tests.fakes.processes import kill_new
 
 pytestmark = pytest.mark.timeout(120)
 HOLD = np.full((1, 4), -1, np.float32)
@@ -44,12 +43,12 @@ def client(broker: Broker) -> Iterator[clientlib.Client]:
         yield client
 
 
-def worker(client: clientlib.Client, key: str) -> dict:
-    return next(row for row in client.status()["workers"] if row["key"] == key)
+def worker(broker: Broker, key: str) -> dict:
+    return next(row for row in broker.status()["workers"] if row["key"] == key)
 
 
-def kill(client: clientlib.Client, key: str) -> None:
-    os.kill(worker(client, key)["pid"], signal.SIGKILL)
+def kill(broker: Broker, key: str, gone: set[int]) -> None:
+    kill_new(lambda: worker(broker, key)["pid"], gone)
 
 
 class Asked(threading.Thread):
@@ -78,7 +77,7 @@ class Asked(threading.Thread):
 def test_a_death_of_either_worker_costs_nothing(broker, client, gate, key):
     asked = Asked(broker, "with_slow", HOLD / 3)
     gate.entered()
-    kill(broker, key)
+    kill(broker, key, set())
     if key == "cpu/default":
         gate.let()  # what it left running in the other worker
     gate.entered()  # once more, alone
@@ -91,7 +90,7 @@ def test_a_death_of_either_worker_costs_nothing(broker, client, gate, key):
 def test_what_may_not_run_twice_ends_with_its_worker(broker, client, gate, key):
     asked = Asked(broker, "with_once", HOLD / 3)
     gate.entered()
-    kill(broker, key)
+    kill(broker, key, set())
     text = asked.answer()
     assert isinstance(text, str)
     assert "died while it ran this request" in text
@@ -104,6 +103,7 @@ def test_what_may_not_run_twice_ends_with_its_worker(broker, client, gate, key):
 def test_kills_under_load_lose_and_mix_nothing(broker, client):
     failed: list[str] = []
     done = [0]
+    gone: set[int] = set()
     stop = threading.Event()
 
     def ask(number: int) -> None:
@@ -126,7 +126,7 @@ def test_kills_under_load_lose_and_mix_nothing(broker, client):
     for turn in range(4):
         before = done[0]
         eventually(lambda before=before: done[0] > before + 20, "requests are answered")
-        kill(broker, ("cpu/default", "cpu/other")[turn % 2])
+        kill(broker, ("cpu/default", "cpu/other")[turn % 2], gone)
     before = done[0]
     eventually(lambda: done[0] > before + 20, "requests are answered")
     stop.set()

@@ -20,6 +20,7 @@ from tests.fakes import models
 from tests.fakes.broker import Broker, eventually
 from tests.fakes.cuda import CudaEnv
 from tests.fakes.cuda_children import Child
+from tests.fakes.processes import kill_new
 
 pytestmark = pytest.mark.timeout(120)
 MIRROR = """
@@ -189,7 +190,8 @@ def test_one_user_registers_so_much_and_no_more(cuda_sim: CudaEnv, tmp_path: Pat
 
 def test_a_replacement_opens_clients_memory_again(broker: Broker, application: Child) -> None:
     assert application.call("ask", "second", 1, 1.0)["result"] == 1.0
+    gone: set[int] = set()
     for value in (2.0, 3.0):
-        os.kill(rows(broker, "workers", "key")["gpu1/mirror"]["pid"], signal.SIGKILL)
+        kill_new(lambda: rows(broker, "workers", "key")["gpu1/mirror"]["pid"], gone)
         assert application.call("ask", "second", 1, value)["result"] == value
         eventually(lambda: rows(broker, "workers", "key")["gpu1/mirror"]["state"] == "ready")
