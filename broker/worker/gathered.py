@@ -41,7 +41,7 @@ def gather(requests: Sequence[Request], buffers: BatchBuffers) -> tuple[int, int
 def run_union(instance: Instance, requests: Sequence[Request], now: int) -> None:
     """Run requests whose inputs are alike and whose outputs are not. The runtime allocates all outputs."""
     began = _now()
-    wanted = _union(requests)
+    wanted = union(requests)
     buffers = _buffers(instance, requests[0], wanted)
     rows, gathered = gather(requests, buffers)
     binding = _binding(instance, requests[0], wanted, buffers, rows)
@@ -81,14 +81,15 @@ def run_union(instance: Instance, requests: Sequence[Request], now: int) -> None
     instance.count_batch(len(requests), rows, queued, copied - began, ran - copied, ended - ran)
 
 
-def _union(requests: Sequence[Request]) -> dict[str, PlacedTensor]:
-    """Every output that one of them wants."""
+def union(requests: Sequence[Request]) -> dict[str, PlacedTensor]:
+    """Every output that one of them wants, by name; open (its size is not known before the run) if it is for one."""
     wanted: dict[str, PlacedTensor] = {}
     for request in requests:
         plan = request.plan
         assert isinstance(plan, Plan)
         for tensor in plan.outputs:
-            wanted.setdefault(tensor.name, tensor)
+            if tensor.open or tensor.name not in wanted:
+                wanted[tensor.name] = tensor
     return dict(sorted(wanted.items()))
 
 

@@ -19,6 +19,7 @@ from broker.worker.binding import place_for
 from broker.worker.cuda.in_place import measured
 from broker.worker.cuda.staging import DeviceBuffer
 from broker.worker.cuda.streams import Lane
+from broker.worker.gathered import union
 from broker.worker.model import Instance, LoadedModel
 from broker.worker.plans import PlacedTensor, Plan
 from broker.worker.running import check_sizes, fail, neighbours, run_watched
@@ -197,7 +198,7 @@ def _run_together(instance: Instance, lane: Lane, batches: Batches, requests: Se
         _run_block(instance, lane, requests, block, now)
         return
     lane.enter()
-    wanted = _union(requests)
+    wanted = union(requests)
     batch = batches.get(instance, first, wanted)
     rows = _gather(instance, lane, batch, requests)
     binding = _batch_binding(instance, first, wanted, batch, rows)
@@ -250,18 +251,6 @@ def _block(instance: Instance, tensor: PlacedTensor, position: int, count: int, 
     assert place is not None
     shape = instance.model.shape(tensor.name, tensor.shape_of(rows))
     return Operand(tensor.name, tensor.datatype, shape, None, OnGpu(place.pointer, count * place.size))
-
-
-def _union(requests: Sequence[Request]) -> dict[str, PlacedTensor]:
-    """Every output that one of them wants."""
-    wanted: dict[str, PlacedTensor] = {}
-    for request in requests:
-        plan = request.plan
-        assert isinstance(plan, Plan)
-        for tensor in plan.outputs:
-            if tensor.open or tensor.name not in wanted:
-                wanted[tensor.name] = tensor
-    return dict(sorted(wanted.items()))
 
 
 def _gather(instance: Instance, lane: Lane, batch: _Batch, requests: Sequence[Request]) -> int:
