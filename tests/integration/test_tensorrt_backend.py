@@ -244,6 +244,27 @@ def check_sizes_that_only_the_run_tells() -> None:
 
 
 @check
+def check_bindings_share_the_memory_for_such_outputs() -> None:
+    """There are thousands of bindings of one client's; one GPU is everybody's."""
+    plan = double.plan(
+        "nonzero", [double.tensor("INPUT0", [8], "INT32")], [double.tensor("OUTPUT0", [-1], "INT32")]
+    )  # fmt: skip
+    given = TensorConfig(name="INPUT0", datatype="INT32", dims=(8,))
+    model = load(config(plan, (given,), (TensorConfig(name="OUTPUT0", datatype="INT32", dims=(-1,)),), 0))
+    array = np.ones(8, np.int32)
+    free = []
+    bindings = []
+    for _ in range(4):
+        bindings.append(model.bind([host("INPUT0", array, "INT32")], [Operand("OUTPUT0", "INT32", (-1,), None)]))
+        bindings[-1].run()
+        assert bindings[-1].results()[0].tolist() == list(range(8))
+        free.append(driver.call("cuMemGetInfo")[0])
+    assert free == free[:1] * 4
+    bindings[0].run()
+    assert bindings[0].results()[0].tolist() == list(range(8)), "and the first still knows where"
+
+
+@check
 def check_plans_that_do_not_fit_the_configuration() -> None:
     def tensors(**more: Any) -> bytes:
         return double.plan(

@@ -54,6 +54,14 @@ def test_identity_in_place_open_and_without_input():
     assert place.view("<i4").tolist() == [1, 2]
 
 
+def test_a_binding_gives_its_results_away():
+    """A client may have thousands of them."""
+    binding = identity.load(context()).bind([operand("INPUT0", [[1, 2]])], [opened("OUTPUT0")])
+    binding.run()
+    assert len(binding.results()) == 1
+    assert binding.results() == []
+
+
 def step(model, values, start, ready, end=0, corrid=0):
     rows = len(values)
     flags = {"START": start, "READY": ready, "END": end or [0] * rows, "CORRID": corrid or [0] * rows}

@@ -90,6 +90,27 @@ def test_outputs_of_unknown_shape_stay_where_the_runtime_made_them() -> None:
         assert (binding.results()[0] == 5).all()
 
 
+def test_only_the_last_run_of_an_instance_keeps_what_the_runtime_allocated() -> None:
+    """A client may have thousands of bindings, and one GPU is everybody's."""
+    graph = models.build(
+        [helper.make_node("Compress", ["x", "mask"], ["y"], axis=0)],
+        [models.tensor("x", ["n", 4])],
+        [models.tensor("y", ["k", 4])],
+        {"mask": np.array([True, False, True])},
+    )
+    made, _ = model(graph)
+    x = There(rows(3, 5))
+    bindings = [made.bind([x.operand("x")], [Operand("y", "FP32", (-1, 4), None)]) for _ in range(3)]
+
+    def held() -> list[bool]:
+        return [value.has_value() for each in bindings for value in each._io.get_outputs()]  # type: ignore[attr-defined]
+
+    for at, binding in enumerate(bindings):
+        binding.run()
+        assert held() == [each == at for each in range(3)]
+        assert (binding.results()[0] == 5).all()
+
+
 def test_closing_gives_the_stream_back() -> None:
     made, lane = model(models.add1())
     made.close()

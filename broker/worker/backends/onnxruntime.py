@@ -13,7 +13,7 @@ import ctypes
 import os
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
@@ -103,7 +103,7 @@ class OnnxModel:
     `device`: the runtime's word for where pointers lead, "cpu" or "cuda".
     """
 
-    __slots__ = ("_device", "_session", "lane", "scratch")
+    __slots__ = ("_device", "_ran", "_session", "lane", "scratch")
 
     def __init__(
         self, session: Any, device: str = "cpu", lane: Lane | None = None, scratch: Scratch | None = None
@@ -112,6 +112,7 @@ class OnnxModel:
         self._device = device
         self.lane = lane
         self.scratch = scratch
+        self._ran: list[_Allocated] = []  # on a GPU: what the last run allocated is kept until the next, never longer
 
     def bind(self, inputs: list[Operand], outputs: list[Operand]) -> Binding:
         """Strings anywhere: feed; else pointers."""
@@ -120,20 +121,34 @@ class OnnxModel:
         if self.lane is None:
             return _Bound(self._session, inputs, outputs)
         assert self.scratch is not None
-        return _BoundOnGpu(self._session, inputs, outputs, self._device, self.lane, self.scratch)
+        return _BoundOnGpu(self._session, inputs, outputs, self._device, self.lane, self.scratch, self._ran)
 
     def close(self) -> None:
         """The session goes with its last reference."""
         self._session = None
+        self._ran.clear()
         if self.lane is not None and self.scratch is not None:
             self.scratch.close()
             self.lane.close()
 
 
+class _Allocated(NamedTuple):
+    """Outputs for which the runtime allocates memory, of one IOBinding."""
+
+    io: Any
+    names: tuple[str, ...]
+    where: tuple[str, int]
+
+    def let_go(self) -> None:
+        """An IOBinding keeps what its last run allocated, and would demand the same shape again."""
+        for name in self.names:
+            self.io.bind_output(name, *self.where)
+
+
 class _Bound:
     """An IOBinding on raw pointers. Keeps the operands' arrays, so the memory cannot go before the binding."""
 
-    __slots__ = ("_io", "_kept", "_open", "_session", "_where")
+    __slots__ = ("_allocated", "_io", "_kept", "_open", "_session", "_where")
 
     def __init__(
         self, session: Any, inputs: list[Operand], outputs: list[Operand], where: tuple[str, int] = ("cpu", 0)
@@ -148,6 +163,7 @@ class _Bound:
             if operand.memory is None and operand.gpu is None
         ]
         opens = {name for name, _ in self._open}
+        self._allocated = _Allocated(self._io, tuple(name for name, _ in self._open), where)
         try:
             for operand in inputs:
                 self._io.bind_input(*self._place(operand, self._input(operand)))
@@ -183,19 +199,14 @@ class _Bound:
             raise _failure(Code.INTERNAL, error) from None
 
     def _run_open(self) -> None:
-        self._let_go()  # of a run whose results nobody has taken
+        self._allocated.let_go()  # of a run whose results nobody has taken
         self._run_closed()
-
-    def _let_go(self) -> None:
-        """The binding keeps what the last run allocated, and would demand the same shape again."""
-        for name, _ in self._open:
-            self._io.bind_output(name, *self._where)
 
     def results(self) -> list[npt.NDArray[np.generic]]:
         """They own what the run has allocated. A client may have thousands of bindings: none keeps it."""
         values = self._io.get_outputs()
         found = [_view(values[index], self._kept[1][index].datatype) for _, index in self._open]
-        self._let_go()
+        self._allocated.let_go()
         return found
 
 
@@ -203,7 +214,7 @@ class _Bound:
 class _BoundOnGpu(_Bound):
     """The same on a GPU. Implements `broker.worker.backends.GpuBinding`."""
 
-    __slots__ = ("_lane", "_places")
+    __slots__ = ("_lane", "_places", "_ran")
 
     def __init__(
         self,
@@ -213,11 +224,12 @@ class _BoundOnGpu(_Bound):
         device: str,
         lane: Lane,
         scratch: Scratch,
+        ran: list[_Allocated],
     ) -> None:
         from broker.worker.cuda.staging import Places
 
         lane.enter()
-        self._lane = lane
+        self._lane, self._ran = lane, ran
         self._places: Places = Places(lane, scratch)
         super().__init__(session, inputs, outputs, (device, lane.device.ordinal))
 
@@ -235,7 +247,11 @@ class _BoundOnGpu(_Bound):
     def _run_all(self) -> None:
         self._lane.enter()
         self._places.before()
-        (self._run_open if self._open else self._run_closed)()
+        while self._ran:  # what the instance's last run allocated; this one may be another binding's
+            self._ran.pop().let_go()
+        if self._open:
+            self._ran.append(self._allocated)
+        self._run_closed()
         self._places.after()
         self._lane.finish()
 
@@ -250,6 +266,7 @@ class _BoundOnGpu(_Bound):
         return found
 
     def results(self) -> list[npt.NDArray[np.generic]]:
+        """Copies on the host; what the runtime allocated stays until the instance's next run."""
         arrays: list[npt.NDArray[np.generic]] = []
         for (_, index), (place, shape) in zip(self._open, self.places(), strict=True):
             dtype = datatypes.numpy_dtype(self._kept[1][index].datatype)

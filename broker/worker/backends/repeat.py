@@ -85,7 +85,8 @@ class _Once:
         self._results = store(self._outputs, made)
 
     def results(self) -> list[npt.NDArray[np.generic]]:
-        return self._results
+        found, self._results = self._results, []  # there are thousands of bindings: none keeps what it gave
+        return found
 
 
 def _be_busy(stream: Stream, seconds: float) -> None:

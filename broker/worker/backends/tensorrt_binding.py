@@ -271,8 +271,10 @@ def _check_shape(operand: Operand, shape: Shape, byte_size: int) -> None:
 
 
 def _allocator(model: TensorRTModel) -> Any:
-    """Memory for an output whose size only the run tells. A class of TensorRT's module is its base."""
-    ordinal = model.lane.device.ordinal
+    """Memory for an output whose size only the run tells: the instance's, by name, whichever of the thousands of
+    bindings runs. A class of TensorRT's module is the base.
+    """
+    scratch = model.scratch
 
     class Allocator(model.engine.trt.IOutputAllocator):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:
@@ -283,9 +285,7 @@ def _allocator(model: TensorRTModel) -> Any:
 
         def reallocate_output_async(self, tensor_name: str, memory: int, size: int, alignment: int, stream: int) -> int:
             try:
-                if self.buffer is None or self.buffer.size < size:
-                    self.buffer = None
-                    self.buffer = DeviceBuffer(ordinal, size)
+                self.buffer = scratch.get("allocated", tensor_name, size)
                 return self.buffer.pointer
             except InferError as error:  # TensorRT's own frames lie between here and the run
                 self.error = error
