@@ -22,7 +22,7 @@ from clientlib.recipe import ArrayInput, Recipe
 from clientlib.region import MappedRegion, TensorRef
 from clientlib.responses import at_once
 from clientlib.results import InferResult
-from shm import datatypes, views
+from shm import datatypes, model_fit, views
 from shm.datatypes import BYTES
 from shm.errors import Code, InferError
 from shm.layout import CODE_MASK
@@ -291,7 +291,7 @@ def sketch(recipe: Recipe, model: ModelMetadata) -> Sketch:
     """Sizes and shapes of a recipe's tensors, as far as `model`'s metadata and the inputs tell."""
     inputs = [_input(name, value) for name, value in recipe.inputs.items()]
     given = {tensor.name: tensor.shape for tensor in inputs}
-    rows, sizes = shapes.batch_rows(model, given), shapes.symbol_sizes(model, given)
+    rows, sizes = shapes.batch_rows(model, given), model_fit.symbol_sizes(model, given)
     first_room = shapes.first_room(sum(tensor.byte_size for tensor in inputs))
     known = {tensor.name: tensor for tensor in model.outputs}
     outputs = []
@@ -302,7 +302,7 @@ def sketch(recipe: Recipe, model: ModelMetadata) -> Sketch:
                 Code.INVALID_ARG,
                 f"unexpected inference output '{name}' for model '{model.name}', the model has outputs {list(known)}",
             )
-        shape = shapes.output_shape(metadata, rows, sizes)
+        shape = model_fit.output_shape(metadata, rows, sizes)
         if model.decoupled:
             room = responses.room(metadata.datatype, shape, recipe.rooms.get(name))
             outputs.append(_streamed_output(name, ref, metadata.datatype, room))

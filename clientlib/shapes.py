@@ -1,7 +1,7 @@
 """Which shapes do a model's outputs have for these inputs? Pure functions of metadata.
 
-Decides how large an output's place must be before the model has run. Whether the inputs fit the model is for the
-broker to say: what cannot be followed here is left open.
+Decides, with `shm.model_fit.output_shape`, how large an output's place must be before the model has run. Whether the
+inputs fit the model is for the broker to say: what cannot be followed here is left open.
 """
 
 from __future__ import annotations
@@ -9,25 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shm.datatypes import BYTES
-from shm.messages import ModelMetadata, TensorMetadata
+from shm.messages import ModelMetadata
 
 Shape = tuple[int, ...]
 MIN_ROOM = 64 << 10  # bytes for a result whose size only running the model tells
 ROOM_FACTOR = 4  # … or this many times the inputs
-
-
-def symbol_sizes(model: ModelMetadata, inputs: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Sizes of the model file's named dimensions, as the inputs' shapes fix them.
-
-    A name to which inputs give different sizes is left out: it decides nothing.
-    """
-    sizes: dict[str, int] = {}
-    torn = set()
-    for tensor in model.inputs:
-        for symbol, size in zip(tensor.symbols, inputs.get(tensor.name, ()), strict=False):
-            if symbol and not symbol.startswith("?") and sizes.setdefault(symbol, size) != size:
-                torn.add(symbol)
-    return {symbol: size for symbol, size in sizes.items() if symbol not in torn}
 
 
 def batch_rows(model: ModelMetadata, inputs: Mapping[str, Sequence[int]]) -> int:
@@ -35,15 +21,6 @@ def batch_rows(model: ModelMetadata, inputs: Mapping[str, Sequence[int]]) -> int
     if not model.max_batch_size:
         return 0
     return next((shape[0] for shape in inputs.values() if shape), 0)
-
-
-def output_shape(tensor: TensorMetadata, rows: int, sizes: Mapping[str, int]) -> Shape:
-    """The output's shape, with -1 where only running the model tells."""
-    symbols = tensor.symbols or ("",) * len(tensor.shape)
-    shape = [sizes.get(symbol, -1) if dim == -1 else dim for dim, symbol in zip(tensor.shape, symbols, strict=True)]
-    if rows and shape:
-        shape[0] = rows
-    return tuple(shape)
 
 
 def is_open(datatype: str, shape: Sequence[int]) -> bool:

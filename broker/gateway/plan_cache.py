@@ -22,7 +22,7 @@ from clientlib.async_client import AsyncClient
 from clientlib.async_plans import AsyncPlan
 from clientlib.recipe import ArrayInput, Budget, Recipe
 from clientlib.region import MappedRegion, TensorRef
-from shm import datatypes
+from shm import datatypes, model_fit
 from shm.errors import Code, InferError
 from shm.message_values import ModelMetadata
 from shm.parameters import Parameter, is_reserved
@@ -287,12 +287,12 @@ def _places(model: ModelMetadata, request: InferRequest, targets: Mapping[str, T
     An output whose size only running the model tells gets all the room that its owner named.
     """
     given = {tensor.name: tensor.shape for tensor in request.inputs}
-    rows, sizes = shapes.batch_rows(model, given), shapes.symbol_sizes(model, given)
+    rows, sizes = shapes.batch_rows(model, given), model_fit.symbol_sizes(model, given)
     known = {tensor.name: tensor for tensor in model.outputs}
     places = {}
     for name, target in targets.items():
         metadata = known[name]
-        shape = shapes.output_shape(metadata, rows, sizes)
+        shape = model_fit.output_shape(metadata, rows, sizes)
         room = target.byte_size
         if not shapes.is_open(metadata.datatype, shape):
             room = datatypes.byte_size(metadata.datatype, shape)

@@ -12,6 +12,7 @@ from clientlib.automatic import Automatic, Request
 from clientlib.overlap import Ranges, Span
 from clientlib.recipe import Budget, recipe
 from clientlib.region import MappedRegion
+from shm import model_fit
 from shm.errors import InferError
 from shm.messages import ModelMetadata, TensorMetadata
 from shm.regions import create_pool
@@ -32,26 +33,26 @@ class TestShapes:
 
     def test_a_symbol_carries_its_size_to_the_output(self):
         model = self.model(tensor("x", (-1, -1), ("a", "b")), tensor("z", (-1,), ("c",)))
-        sizes = shapes.symbol_sizes(model, {"x": (3, 4), "z": (5,)})
-        assert shapes.output_shape(tensor("y", (-1, 7, -1), ("c", "", "a")), 0, sizes) == (5, 7, 3)
+        sizes = model_fit.symbol_sizes(model, {"x": (3, 4), "z": (5,)})
+        assert model_fit.output_shape(tensor("y", (-1, 7, -1), ("c", "", "a")), 0, sizes) == (5, 7, 3)
 
     def test_what_nobody_gives_stays_open(self):
         model = self.model(tensor("x", (-1,), ("?x:0",)))
-        sizes = shapes.symbol_sizes(model, {"x": (3,)})
-        assert shapes.output_shape(tensor("y", (-1, -1), ("?x:0", "q")), 0, sizes) == (-1, -1)
+        sizes = model_fit.symbol_sizes(model, {"x": (3,)})
+        assert model_fit.output_shape(tensor("y", (-1, -1), ("?x:0", "q")), 0, sizes) == (-1, -1)
 
     def test_sizes_that_differ_decide_nothing(self):
         model = self.model(tensor("x", (-1,), ("n",)), tensor("z", (-1,), ("n",)))
-        assert shapes.symbol_sizes(model, {"x": (3,), "z": (4,)}) == {}
+        assert model_fit.symbol_sizes(model, {"x": (3,), "z": (4,)}) == {}
 
     def test_the_batch_is_the_inputs_first_dimension(self):
         model = self.model(tensor("x", (-1, 4), ("", "")), batch=8)
         rows = shapes.batch_rows(model, {"x": (6, 4)})
-        assert shapes.output_shape(tensor("y", (-1, 2), ("", "")), rows, {}) == (6, 2)
+        assert model_fit.output_shape(tensor("y", (-1, 2), ("", "")), rows, {}) == (6, 2)
 
     def test_inputs_of_another_rank_are_left_to_the_broker(self):
         model = self.model(tensor("x", (-1, -1), ("a", "b")))
-        assert shapes.symbol_sizes(model, {"x": (3,), "unknown": (1,)}) == {"a": 3}
+        assert model_fit.symbol_sizes(model, {"x": (3,), "unknown": (1,)}) == {"a": 3}
 
 
 class Live:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from broker.repository.mismatch import request_fix, side_by_side
+from shm.mismatch import request_fix, side_by_side
 
 
 def test_columns_are_aligned():
@@ -27,6 +27,8 @@ def test_columns_are_aligned():
         ((-1, 3, 640), (1, 3, 384), "[batch,3,640]", 8, "send shape [-1,3,640]: the model file takes nothing else"),
         ((-1, 4), (9, 4), "[batch,4]", 8, "send at most 8 rows, or write a larger max_batch_size into config.pbtxt"),
         ((4,), (5,), "", 0, "send shape [4], or change dims in config.pbtxt"),
+        ((-1, 1), (3, 4), "[n]", 4, "one value per row: shape [1,1] to [4,1]; to send vectors, max_batch_size: 0 and"),
+        ((-1, 1), (3,), "[n]", 4, "one value per row: shape [1,1] to [4,1]; to send vectors, max_batch_size: 0 and"),
         ((4,), (5, 6, 7), "[4]", 0, "send shape [4]: the model file takes nothing else"),
     ],
 )

@@ -5,10 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from broker.plan_check import _meet_at_one_position, check, symbol_sizes
+from broker.plan_check import _meet_at_one_position, check
 from broker.records import RegionEntry
 from shm.errors import InferError
 from shm.messages import ModelMetadata, Prepare, TensorMetadata, TensorSpec
+from shm.model_fit import symbol_sizes
 from shm.views import Placement, touches
 
 
@@ -233,7 +234,7 @@ def test_output_shapes_follow_from_the_inputs_where_they_do():
 
 def test_inputs_that_disagree_about_a_symbol_decide_nothing():
     specs = (tensor("X", (5, 7)), tensor("MASK", (4,), "BOOL", offset=4096))
-    assert symbol_sizes(FREE, specs) == {"m": 7}
+    assert symbol_sizes(FREE, {spec.name: spec.shape for spec in specs}) == {"m": 7}
     free(specs, (tensor("SAME", (9, 3), region="out_"),))
 
 

@@ -15,7 +15,7 @@ from tritonclient.grpc import model_config_pb2
 from broker.repository.loader.failure import ModelError
 from broker.repository.loader.onnx_file import FileTensor, Signature
 from broker.repository.loader.validate_scheduling import FLAGS
-from broker.repository.mismatch import dims_text, side_by_side
+from shm.mismatch import dims_text, side_by_side
 
 TensorText: TypeAlias = model_config_pb2.ModelInput | model_config_pb2.ModelOutput
 

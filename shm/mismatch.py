@@ -1,6 +1,6 @@
 """A contradiction between configuration, model file and request, in columns, with the edit that ends it.
 
-Used by the loader when a model is loaded, and by `broker.plan_check` when a request does not fit. Plain text only.
+Used by the loader when a model is loaded, and by `shm.model_fit` when a request does not fit. Plain text only.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ def request_fix(expected: Sequence[int], came: Sequence[int], file_shape: str, m
         return f"leave the first dimension out: shape {_shape(came[1:])}, or set max_batch_size in config.pbtxt"
     dims = [*expected]
     sizes = file_shape[1:-1].split(",") if len(file_shape) > 2 else []
+    if len(sizes) == 1 and max_batch_size > 0:
+        return (
+            f"one value per row: shape [1,1] to [{max_batch_size},1]; to send vectors, max_batch_size: 0 and dims: "
+            "[ -1 ], without reshape, in config.pbtxt"
+        )
     if len(came) == len(expected) and len(sizes) == len(expected):
         wrong = [axis for axis, size in enumerate(expected) if size not in (-1, came[axis])]
         if wrong and all(not sizes[axis].isdigit() for axis in wrong):
