@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol, TypeVar
 
 from broker.records import RegionEntry
-from shm.cuda.descriptor import LEGACY, CudaMemory
+from shm.cuda.descriptor import LEGACY, CudaMemory, allocation_of
 from shm.errors import Code, InferError
 from shm.regions import FileIdentity
 
@@ -54,14 +54,15 @@ def nearest(workers: Sequence[W], regions: Iterable[RegionEntry]) -> Sequence[W]
     return workers
 
 
-def identity_of(memory: CudaMemory, *, writable: bool) -> FileIdentity:
+def identity_of(memory: CudaMemory, fd: int, *, writable: bool) -> FileIdentity:
     """What tells allocations apart, for the check that no output overlaps another's memory.
 
-    Equal handles are one allocation. Descriptors of VMM memory say nothing about it: each registration of one counts
-    as memory of its own.
+    Equal handles are one allocation, and so are equal files behind descriptors of VMM memory. Where a descriptor does
+    not tell (`allocation_of`), each registration counts as memory of its own.
     """
+    size = memory.allocation_size
     if memory.kind == LEGACY:
         number = int.from_bytes(hashlib.blake2b(memory.handle, digest_size=8).digest(), "little") >> 1
-    else:
-        number = secrets.randbits(63)
-    return FileIdentity(device=NO_FILE, inode=number, file_size=memory.allocation_size, writable=writable)
+        return FileIdentity(device=NO_FILE, inode=number, file_size=size, writable=writable)
+    device, inode = allocation_of(fd) or (NO_FILE, secrets.randbits(63))
+    return FileIdentity(device=device, inode=inode, file_size=size, writable=writable)

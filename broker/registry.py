@@ -144,7 +144,7 @@ class Registry:
         except BaseException:
             close_all((fd,))
             raise
-        identity = identity_of(memory, writable=writable)
+        identity = identity_of(memory, fd, writable=writable)
         entry = self._enter(peer, name, "cuda", fd, memory.byte_size, memory.offset, identity)
         entry.cuda = memory
         return entry

@@ -5,7 +5,9 @@ Made by `clientlib`, carried by the broker, opened by a worker of that device.
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from typing import Annotated, Final, Literal, final
 
 import msgspec
@@ -57,6 +59,21 @@ class CudaMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Without the handle, which is a key."""
         place = f"[{self.offset}, {self.offset + self.byte_size}) of {self.allocation_size} bytes"
         return f"<{self.kind} CUDA memory, {place} on {self.device}>"
+
+
+def allocation_of(fd: int) -> tuple[int, int] | None:
+    """(device, inode) of the memory behind a descriptor of VMM memory: equal for every export of one allocation.
+
+    None where the descriptor does not tell: a device node of NVIDIA's is the same file for all allocations. A dma-buf
+    and a memfd (which tests/cusim exports) are files of their own.
+    """
+    try:
+        status = os.fstat(fd)
+        if stat.S_ISREG(status.st_mode) or os.readlink(f"/proc/self/fd/{fd}").startswith("/dmabuf:"):
+            return status.st_dev, status.st_ino
+    except OSError:  # no descriptor came, or there is no /proc
+        pass
+    return None
 
 
 def uuid_text(uuid: bytes) -> str:

@@ -121,6 +121,26 @@ def test_vmm_memory_outlives_its_client(cuda_env: CudaEnv, worker: Child) -> Non
     assert (counts["opens"], counts["closes"], counts["open_bytes"]) == (1, 1, 0)
 
 
+def test_vmm_memory_that_comes_twice_is_opened_once(application: Child, worker: Child) -> None:
+    """Where its descriptor tells which allocation it is; a client that says another size gets a mapping of its own."""
+    memory = application.call("alloc_cuda", 1000)
+    (fd,) = application.fds
+    again = os.dup(fd)
+    worker.call("add", 1, 1, memory, fd=fd)
+    worker.call("add", 2, 2, memory, fd=again)
+    assert worker.call("counts")["opens"] == 1
+    assert worker.call("pointer", 1) == worker.call("pointer", 2)
+    refused(worker, {**memory, "allocation_size": 4 << 20}, 3, fd=again)
+    assert worker.call("retire", 1)
+    assert worker.call("read", 2) == 101
+    assert worker.call("counts")["closes"] == 0
+    assert worker.call("retire", 2)
+    counts = worker.call("counts")
+    assert (counts["opens"], counts["closes"], counts["open_bytes"]) == (1, 1, 0)
+    os.close(fd)
+    os.close(again)
+
+
 def test_a_client_that_was_killed_leaves_nothing(cuda_env: CudaEnv, worker: Child) -> None:
     with Child(cuda_env, "tests.fakes.cuda_roles:Application") as application:
         worker.call("add", 1, 1, block(application))

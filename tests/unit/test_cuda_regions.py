@@ -91,6 +91,20 @@ def test_the_same_allocation_is_the_same_memory_for_everybody(registry: Registry
     assert mine.device == -1, "no file's"
 
 
+def test_equal_files_behind_descriptors_are_one_allocation(registry: Registry) -> None:
+    """A device node, which NVIDIA's drivers may export, says nothing: it is the same for every allocation."""
+    memory, other = (os.memfd_create("vmm") for _ in range(2))
+    nodes = [os.open("/dev/null", os.O_RDWR) for _ in range(2)]
+    entries = [
+        registry.register_cuda(ALICE, f"r{at}", vmm(byte_size=1), True, fd)
+        for at, fd in enumerate((memory, os.dup(memory), other, *nodes, os.eventfd(0)))
+    ]
+    one, again, another, *unknown = ((entry.device, entry.inode) for entry in entries)
+    assert one == again
+    assert len({one, another, *unknown}) == 5
+    assert {device for device, _ in unknown} == {-1}, "no file's"
+
+
 def test_without_a_worker_there_triton_says_so(registry: Registry) -> None:
     registry.cuda_devices = tuple
     with pytest.raises(InferError) as caught:

@@ -3,8 +3,8 @@
 Used by the worker's control thread (`add`, `retire`, `end_owner`, `close_idle`: everything that calls the driver) and
 by the threads that run models (`begin`, `finish`: a lock and a number). So a request opens and closes nothing.
 
-    (region, generation) → CudaRegion ──▶ Opened ◀── by the handle's 64 bytes; VMM memory: one per region
-                            window         allocation
+    (region, generation) → CudaRegion ──▶ Opened ◀── by the handle's 64 bytes; VMM memory: by its file
+                            window         allocation    (else one per region)
 
     added ── retire ──▶ retired ── the last request on it ends ──▶ idle ── close_idle ──▶ closed
 
@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable
 from typing import Final, final
 
 from shm.cuda import handles
-from shm.cuda.descriptor import LEGACY, CudaMemory
+from shm.cuda.descriptor import LEGACY, CudaMemory, allocation_of
 from shm.cuda.driver import ALREADY_MAPPED, Context, CudaError, call, find_device, pointer_attribute
 from shm.errors import Code, InferError
 
@@ -33,12 +33,17 @@ Key = tuple[int, int]  # (region, generation), as the broker counts them
 
 @final
 class Opened:
-    """One allocation of another process, mapped at [pointer, pointer + size) here, and the regions in it."""
+    """One allocation of another process, mapped at [pointer, pointer + size) here, and the regions in it.
 
-    __slots__ = ("close", "handle", "pointer", "regions", "size")
+    `known_as`: what finds it again; None: nothing does. `legacy`: its owner may free it meanwhile.
+    """
 
-    def __init__(self, pointer: int, size: int, handle: bytes, close: Callable[[], None]) -> None:
-        self.pointer, self.size, self.handle, self.close = pointer, size, handle, close
+    __slots__ = ("close", "known_as", "legacy", "pointer", "regions", "size")
+
+    def __init__(
+        self, pointer: int, size: int, known_as: Hashable | None, legacy: bool, close: Callable[[], None]
+    ) -> None:
+        self.pointer, self.size, self.known_as, self.legacy, self.close = pointer, size, known_as, legacy, close
         self.regions: set[CudaRegion] = set()
 
 
@@ -86,7 +91,7 @@ class CudaRegions:
         self._peers = peers
         self._lock = threading.Lock()
         self._regions: dict[Key, CudaRegion] = {}
-        self._by_handle: dict[bytes, Opened] = {}
+        self._known: dict[Hashable, Opened] = {}
         self._idle: list[Opened] = []  # of no region any more, still open
         self._busy: set[CudaRegion] = set()  # retired, with requests that run
         self.opens = self.closes = self.evictions = 0
@@ -117,7 +122,7 @@ class CudaRegions:
         self._check_device(name, memory)
         with Context(self._device.ordinal):
             self._close_idle()
-            opened = self._by_handle.get(memory.handle) if memory.kind == LEGACY else None
+            opened = self._known.get(_name_of(memory, fd))
             if opened is None:
                 opened = self._open(name, owner, memory, fd)
             elif memory.offset + memory.byte_size > opened.size:
@@ -216,8 +221,8 @@ class CudaRegions:
             opened.close()
             self.closes += 1
             raise
-        if memory.kind == LEGACY:
-            self._by_handle[memory.handle] = opened
+        if opened.known_as is not None:
+            self._known[opened.known_as] = opened
         return opened
 
     def _map(self, memory: CudaMemory, fd: int) -> Opened:
@@ -225,9 +230,9 @@ class CudaRegions:
             pointer = handles.open_legacy(memory.handle)
             found = call("cuMemGetAddressRange", pointer)
             # The driver's word on the size, never the client's.
-            return Opened(pointer, int(found[1]), memory.handle, lambda: handles.close_legacy(pointer))
+            return Opened(pointer, int(found[1]), memory.handle, True, lambda: handles.close_legacy(pointer))
         mapping = handles.import_vmm(fd, memory.allocation_size, self._device.ordinal)
-        return Opened(mapping.pointer, mapping.byte_size, b"", mapping.close)
+        return Opened(mapping.pointer, mapping.byte_size, _name_of(memory, fd), False, mapping.close)
 
     def _check_size(self, name: str, memory: CudaMemory, opened: Opened) -> None:
         if memory.offset + memory.byte_size > opened.size:
@@ -241,8 +246,8 @@ class CudaRegions:
         with self._lock:
             stale = [
                 opened
-                for opened in self._by_handle.values()
-                if all(region.owner == owner and not region.running for region in opened.regions)
+                for opened in self._known.values()
+                if opened.legacy and all(region.owner == owner and not region.running for region in opened.regions)
             ]
             for opened in stale:
                 for region in list(opened.regions):
@@ -259,7 +264,7 @@ class CudaRegions:
             return  # it was lost before
         opened.regions.remove(region)
         if not opened.regions:
-            self._by_handle.pop(opened.handle, None)
+            self._known.pop(opened.known_as, None)
             self._idle.append(opened)
 
     def _close_idle(self) -> None:
@@ -274,6 +279,14 @@ class CudaRegions:
                 if error.sticky:
                     raise
                 _log.warning("memory of another process is not closed: %s", error.message)
+
+
+def _name_of(memory: CudaMemory, fd: int) -> Hashable | None:
+    """What is equal for registrations of one allocation; None where nothing tells."""
+    if memory.kind == LEGACY:
+        return memory.handle
+    file = allocation_of(fd)
+    return None if file is None else (*file, memory.allocation_size)
 
 
 def _invalid(name: str, why: str) -> InferError:
