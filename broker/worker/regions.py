@@ -7,7 +7,6 @@ it is closed when no plan names it any more (`Region.close`). CUDA is imported w
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, final
@@ -22,15 +21,13 @@ from shm.regions import MappedMemory, shrunk
 if TYPE_CHECKING:
     from broker.worker.cuda.windows import Window, Windows
 
-MAP_NORESERVE = 0x4000  # <sys/mman.h>: pages are counted when they are used, which may be never
-
 
 @final
 class Region:
     """One mapped region. `bytes` is exactly the registered window, whatever its offset in the file.
 
     `used`: a request ran on it since the broker last asked; kept for system regions only. `gpu`: it is memory of a GPU;
-    `bytes` is then the host's, a mirror for models that run there (`broker.worker.cuda.execute`).
+    `bytes` is then the host's, a mirror for models that run there (`broker.worker.cuda.mirrors`).
     """
 
     __slots__ = ("_fd", "_unpin", "bytes", "file_size", "gpu", "info", "retired", "used")
@@ -61,9 +58,8 @@ class Region:
 
     @classmethod
     def on_gpu(cls, info: AddRegion, window: Window) -> Region:
-        """Memory of a GPU. The mirror takes no memory of the host before something is copied there."""
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-        return cls._made(info, np.frombuffer(mmap.mmap(-1, info.byte_size, flags=flags), np.uint8), window)
+        """Memory of a GPU."""
+        return cls._made(info, window.mirror.bytes, window)
 
     @classmethod
     def _made(cls, info: AddRegion, memory: npt.NDArray[np.uint8], window: Window | None) -> Region:

@@ -10,6 +10,7 @@ A completion is published after this returns, so after the GPU has done everythi
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import final
 
 from broker.worker.assembly import Row
 from broker.worker.cuda.gpu_runs import Batches, count_moved, run_alone, run_together
+from broker.worker.cuda.mirrors import Mirrors
 from broker.worker.cuda.streams import Lane, end_if_lost
 from broker.worker.model import Instance
 from broker.worker.plans import PlacedTensor, Plan
@@ -56,7 +58,8 @@ class CudaRunner:
                         request.queue_ns = now - request.arrival
                         run_alone(instance, lane, request)
             else:
-                self._run_staged(instance, usable, rows, on_host)
+                with _mirrored(usable):
+                    self._run_staged(instance, usable, rows, on_host)
         finally:
             for request in usable:
                 for window in _plan(request).windows:
@@ -150,6 +153,22 @@ def _plan(request: Request) -> Plan:
     plan = request.plan
     assert isinstance(plan, Plan)
     return plan
+
+
+def _mirrored(requests: Sequence[Request]) -> contextlib.AbstractContextManager[None]:
+    """What stands on the host for their GPU memory is theirs while they run."""
+    mirrors: Mirrors | None = None
+    spans = []
+    for request in requests:
+        plan = _plan(request)
+        sides = (plan.inputs, request.input_position), (plan.outputs, request.output_position)
+        for tensor, position in ((tensor, position) for tensors, position in sides for tensor in tensors):
+            window = tensor.region.gpu
+            if window is not None:
+                start = tensor.place.offset + position * tensor.place.stride
+                spans.append((window.mirror, start, start + tensor.place.byte_size))
+                mirrors = window.mirrors
+    return contextlib.nullcontext() if mirrors is None else mirrors.held(spans)
 
 
 def _read(request: Request) -> Iterator[tuple[PlacedTensor, int, int]]:

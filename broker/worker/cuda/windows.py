@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import final
 
+from broker.worker.cuda.mirrors import Mirror, Mirrors
 from broker.worker.cuda.regions import CudaRegion, CudaRegions
 from broker.worker.cuda.streams import end_if_lost
 from broker.worker.messages import AddRegion
@@ -35,17 +36,23 @@ def own_device(worker: str) -> str:
 
 @final
 class Window:
-    """[pointer, pointer + byte_size) on GPU `ordinal` of this process."""
+    """[pointer, pointer + byte_size) on GPU `ordinal` of this process. `mirror`: the same on the host."""
 
-    __slots__ = ("_all", "_region", "_table", "ordinal")
+    __slots__ = ("_all", "_region", "_table", "mirror", "ordinal")
 
     def __init__(self, windows: Windows, table: CudaRegions, region: CudaRegion, ordinal: int) -> None:
         self._all, self._table, self._region, self.ordinal = windows, table, region, ordinal
+        self.mirror = Mirror(region.byte_size)
 
     @property
     def pointer(self) -> int:
         """Its address on the GPU."""
         return self._region.pointer
+
+    @property
+    def mirrors(self) -> Mirrors:
+        """All of the worker's."""
+        return self._all.mirrors
 
     def begin(self) -> None:
         """A request uses it. Raises InferError NOT_FOUND if its memory is gone."""
@@ -64,6 +71,7 @@ class Window:
         """No plan names it, nothing runs on it: close the memory, if it is the last of its allocation."""
         self._table.retire(self._region.key)
         self._table.close_idle()
+        self._all.mirrors.forget(self.mirror)
         self._all.count()
 
 
@@ -74,11 +82,12 @@ class Windows:
     `words`: the worker's own, for the broker to read.
     """
 
-    __slots__ = ("_before", "_device", "_ordinals", "_tables", "_words")
+    __slots__ = ("_before", "_device", "_ordinals", "_tables", "_words", "mirrors")
 
     def __init__(self, device: str, words: memoryview) -> None:
         self._device, self._words = device, words
         self._before = tuple(words[word] for word in (GPU_OPENS, GPU_CLOSES, GPU_EVICTIONS))  # of processes before us
+        self.mirrors = Mirrors()
         self._ordinals: dict[str, int] = {}
         self._tables: dict[str, tuple[CudaRegions, int]] = {}
 
