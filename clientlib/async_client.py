@@ -26,7 +26,7 @@ from clientlib.callable_model import AsyncModel
 from clientlib.client import CALL_S, MAX_SLOTS, RECONNECT_S
 from clientlib.cuda_export import allocate, export
 from clientlib.cuda_region import CudaRegion, register
-from clientlib.failures import PlanOutdated, RoomNeeded
+from clientlib.failures import PlanOutdated, RoomNeeded, with_remedy
 from clientlib.homes import Homes
 from clientlib.leases import kept_async
 from clientlib.link import Bound, Link, Prepared
@@ -349,7 +349,7 @@ class AsyncClient(StaysHere):
             return await plan.infer_arrays(asked.values, deadline_ns, priority)
         except InferError as error:
             self._forget(asked, plan, error)
-            raise
+            raise with_remedy(error) from None
 
     async def _plan(self, asked: Request, deadline_ns: int) -> AsyncPlan:
         plan = self._automatic.find(asked.key)

@@ -24,7 +24,7 @@ from clientlib.callable_model import Model
 from clientlib.channels import Lane, Lanes
 from clientlib.cuda_export import allocate, export
 from clientlib.cuda_region import CudaRegion, register
-from clientlib.failures import PlanOutdated, RoomNeeded
+from clientlib.failures import PlanOutdated, RoomNeeded, with_remedy
 from clientlib.leases import kept
 from clientlib.link import Bound, Link, Prepared
 from clientlib.native import Native
@@ -298,7 +298,7 @@ class Client(StaysHere):
             return plan.infer_arrays(asked.values, deadline_ns, priority)
         except InferError as error:
             self._forget(asked, plan, error)
-            raise
+            raise with_remedy(error) from None
 
     def _plan(self, asked: Request, deadline_ns: int) -> Plan:
         plan = self._automatic.find(asked.key)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, is_too_small
 
 # What workers say, see `shm.admission`, `broker.worker.models`, `.plans` and `.answers`.
-_TOO_SMALL = re.compile(r"output '(.+?)' \(\d+ bytes\) should be at least (\d+) bytes")
 _OUTDATED = "prepare the plan again"
 _NOT_SERVED = re.compile(r"model '[^']*' is not loaded")
+_WANTS_SEQUENCE = "must specify a non-zero or non-empty correlation ID"  # Triton's words
 _IN_USE = re.compile(r"still in flight|in flight on plans that share memory")
 
 
@@ -38,11 +38,25 @@ class PlanOutdated(InferError):
     """The model was reloaded with other inputs or outputs since the plan was made. The request has not run."""
 
 
+def with_remedy(error: InferError) -> InferError:
+    """An error of `infer` on arrays, which has no sequence to give: for a model that wants one, with the verb that has.
+
+    Not for the gateways' callers, who have a parameter for it.
+    """
+    if not error.message.endswith(_WANTS_SEQUENCE):
+        return error
+    return InferError(
+        error.code,
+        f"{error.message}. infer() with arrays is for models without sequences: plan = client.prepare(…) once, then "
+        "plan.infer(sequence_id=1, sequence_start=True) for the first step, sequence_end=True for the last",
+    )
+
+
 def error_of(code: Code, text: str, growing: Collection[str]) -> InferError:
     """The error for a worker's words. `growing`: the outputs that the client can give more room."""
-    match = _TOO_SMALL.search(text)
-    if match and match[1] in growing:
-        return RoomNeeded(code, text, match[1], int(match[2]))
+    small = is_too_small(text)
+    if small is not None and small.output in growing:
+        return RoomNeeded(code, text, *small)
     if text.endswith(_OUTDATED):
         return PlanOutdated(code, text)
     if _NOT_SERVED.fullmatch(text):

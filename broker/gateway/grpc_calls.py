@@ -15,6 +15,7 @@ from tritonclient.grpc import service_pb2
 
 from broker.gateway.grpc_settings import load_parameters, log_update, trace_update, unload_dependents
 from broker.gateway.kserve import Caller, Category, Service
+from clientlib.remote import details
 from shm.errors import Code, InferError
 from shm.message_values import TensorMetadata
 
@@ -72,6 +73,8 @@ async def model_metadata(service: Service, request: Any, caller: Caller) -> Any:
 async def model_config(service: Service, request: Any, caller: Caller) -> Any:
     """The completed configuration. The service has it as JSON, in which 64-bit numbers may be numbers or strings."""
     config = await service.config(request.name, request.version)
+    if details.asked(caller.headers):
+        details.add_to(config, await service.metadata(request.name, request.version))
     return _from_json({"config": config}, service_pb2.ModelConfigResponse())
 
 

@@ -22,6 +22,7 @@ from broker.gateway.kserve import (
     Parameter,
     RequestedOutput,
 )
+from clientlib.remote.details import CODE
 from shm.errors import Code, InferError
 
 MAX_MESSAGE: Final = 2**31 - 1  # bytes; gRPC's own limit, and Triton's
@@ -105,11 +106,13 @@ def stream_message(response: bytes) -> bytes:
     return b"".join((_INFER_RESPONSE_TAG, varint(len(response)), response))
 
 
-def stream_error(error: InferError, request: InferRequest | None, *, final: bool = True) -> bytes:
+def stream_error(error: InferError, request: InferRequest | None, *, final: bool = True, coded: bool = False) -> bytes:
     """A ModelStreamInferResponse with an error; the stream goes on. `request`: as far as it was understood; `final`:
-    nothing more of it comes.
+    nothing more of it comes; `coded`: with the error's code, for which Triton's message has no field.
     """
     infer = _empty(request, final)
+    if coded:
+        infer.parameters[CODE].string_param = error.code
     message = service_pb2.ModelStreamInferResponse(error_message=error.message, infer_response=infer)
     encoded: bytes = message.SerializeToString()
     return encoded

@@ -27,6 +27,7 @@ from broker.gateway.grpc_limits import MAX_RPCS, Budget, message_budget, server_
 from broker.gateway.grpc_stream import Stream
 from broker.gateway.kserve import Caller, InferRequest, Responses, Service
 from broker.gateway.options import GatewayOptions, header_pattern
+from clientlib.remote.details import asked
 from shm.errors import Code, InferError
 
 _log = logging.getLogger(__name__)
@@ -205,7 +206,7 @@ class GrpcServer:
                 return await self._service.stream(request, caller)
 
             strict = metadata.get("triton_grpc_error") == "true"
-            await Stream(context, ask, self.budget, self._service.copied, strict=strict).run()
+            await Stream(context, ask, self.budget, self._service.copied, strict=strict, coded=asked(metadata)).run()
         except Exception as error:
             await _end(context, error)
 

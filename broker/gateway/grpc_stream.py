@@ -33,18 +33,19 @@ Ask = Callable[[bytes, list[InferRequest]], Awaitable[Responses]]
 class Stream:
     """One stream. `run` ends when the client has sent everything and got everything, or raises InferError.
 
-    `copied` is told of the bytes of tensors that were copied into messages.
+    `copied` is told of the bytes of tensors that were copied into messages. `strict`: the first error ends it; `coded`:
+    errors in it have a code (`clientlib.remote.details`).
     """
 
     def __init__(
-        self, context: Any, ask: Ask, budget: Budget, copied: Callable[[str, int], None], *, strict: bool
+        self, context: Any, ask: Ask, budget: Budget, copied: Callable[[str, int], None], *, strict: bool, coded: bool
     ) -> None:
         self._context = context
         self._ask = ask
         self._budget = budget
         self._copied = copied
         self._kept = 0  # bytes of requests that run and of messages that were not sent
-        self._strict = strict
+        self._strict, self._coded = strict, coded
         self._free = asyncio.Semaphore(MAX_OUTSTANDING)
         self._lasting = asyncio.Semaphore(MAX_LASTING)
         self._writing = asyncio.Lock()  # gRPC takes one message at a time
@@ -136,7 +137,9 @@ class Stream:
         return self._counted(message)
 
     def _failed(self, error: InferError, request: InferRequest | None, *, final: bool = True) -> bytes | InferError:
-        return error if self._strict else self._counted(stream_error(error, request, final=final))
+        if self._strict:
+            return error
+        return self._counted(stream_error(error, request, final=final, coded=self._coded))
 
     def _counted(self, message: bytes) -> bytes:
         self._count(len(message))

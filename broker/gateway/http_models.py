@@ -13,6 +13,7 @@ from broker.gateway.http_errors import internal, invalid, too_deep
 from broker.gateway.http_json import MISSING, as_bool, as_object, as_string, dumps, find
 from broker.gateway.http_message import Reply, Request, json_reply
 from broker.gateway.kserve import Service
+from clientlib.remote import details
 from shm.errors import Code, InferError
 from shm.message_values import IndexEntry, TensorMetadata
 
@@ -63,7 +64,10 @@ class Models:
 
     async def config(self, request: Request, model: str, version: str) -> Reply:
         """GET …/config."""
-        return json_reply(await self._service.config(model, version))
+        config = await self._service.config(model, version)
+        if details.asked(request.headers):
+            details.add_to(config, await self._service.metadata(model, version))
+        return json_reply(config)
 
     async def statistics(self, request: Request, model: str = "", version: str = "") -> Reply:
         """GET …/stats, of one model or of all."""

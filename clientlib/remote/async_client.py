@@ -31,7 +31,7 @@ from clientlib.recipe import Outputs, Slots, recipe
 from clientlib.region import AsyncRegion, MappedRegion, TensorRef
 from clientlib.remote import opening
 from clientlib.remote.async_plans import AsyncRemotePending, AsyncRemotePlan
-from clientlib.remote.client import UNUSED
+from clientlib.remote.client import LAST_WORD_S, UNUSED
 from clientlib.remote.core import INLINE, Procedure, Remote, deadline_of, patience_s
 from clientlib.remote.layout import Layout, move
 from clientlib.remote.plans import ended_result, request_of
@@ -186,9 +186,9 @@ class AsyncRemoteClient(StaysHere):
         try:
             return await self.run(layout, deadline_ns, 0, None, options, asked.values)
         except InferError as error:
-            if error.code in ("NOT_FOUND", "INVALID_ARG"):
+            if error.code == "NOT_FOUND":
                 self.remote.forget(made.model, made.version)  # the model may have changed: ask again next time
-            raise
+            raise await self._run(self.remote.better_word(made, error), LAST_WORD_S) from None
 
     def stream(
         self,
@@ -207,7 +207,7 @@ class AsyncRemoteClient(StaysHere):
         made = asked.recipe(UNUSED)
 
         async def begin() -> AsyncSource:
-            layout = await self._run(self.remote.once(made), patience_s(deadline_ns, CALL_S))
+            layout = await self._run(self.remote.once(made, streamed=True), patience_s(deadline_ns, CALL_S))
             try:
                 return await self.source(None, layout, deadline_ns, 0, options, asked.values)
             except InferError as error:

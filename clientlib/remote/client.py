@@ -44,6 +44,7 @@ from shm.messages import ModelMetadata, RegionRecord
 from shm.parameters import Parameter
 
 T = TypeVar("T")
+LAST_WORD_S = 5.0  # how long to ask why a request was refused
 UNUSED = Budget(places=1, byte_size=1)  # nothing is reserved here
 
 
@@ -201,9 +202,9 @@ class RemoteClient(StaysHere):
             move(request, scratch)
             return self.start(None, layout, request, at, copied, deadline_ns, scratch).result()
         except InferError as error:
-            if error.code in ("NOT_FOUND", "INVALID_ARG"):
+            if error.code == "NOT_FOUND":
                 self.remote.forget(made.model, made.version)  # the model may have changed: ask again next time
-            raise
+            raise self._run(self.remote.better_word(made, error), LAST_WORD_S) from None
 
     def stream(
         self,
@@ -217,14 +218,14 @@ class RemoteClient(StaysHere):
     ) -> Stream:
         """Send a request; iterate over what comes. As `Client.stream`.
 
-        Responses of a decoupled model come over gRPC; other transports raise InferError UNSUPPORTED. There, an error
-        in the place of a response has no code of its own (UNKNOWN).
+        Responses of a decoupled model come over gRPC; other transports raise InferError UNSUPPORTED. From a server
+        that is no broker, an error in the place of a response has no code of its own there (UNKNOWN).
         """
         deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
         asked = Request(model, version, inputs, outputs, parameters)
         options = (0, whole(priority, "priority", 0, MAX_PRIORITY), 0, False, False)
         made = asked.recipe(UNUSED)
-        layout = self._run(self.remote.once(made), patience_s(deadline_ns, CALL_S))
+        layout = self._run(self.remote.once(made, streamed=True), patience_s(deadline_ns, CALL_S))
 
         def failed(error: InferError) -> None:
             if error.code in ("NOT_FOUND", "INVALID_ARG", "UNSUPPORTED", "UNKNOWN"):

@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar, final
 
-import msgspec
 import numpy.typing as npt
 
 from clientlib import process
@@ -24,18 +23,20 @@ from clientlib.address import Address
 from clientlib.arena import aligned
 from clientlib.arguments import LONGEST_TEXT, model_text, shown, text, version_text, whole
 from clientlib.callable_model import Known
+from clientlib.failures import with_remedy
 from clientlib.pending import expired
 from clientlib.recipe import Recipe
 from clientlib.region import MappedRegion, TensorRef
-from clientlib.remote import memory, transport
-from clientlib.remote.check import check_inputs, check_output, check_output_names
+from clientlib.remote import details, memory, transport
 from clientlib.remote.layout import Layout
 from clientlib.remote.memory import Opened
 from clientlib.remote.transport import InferRequest, Word
 from clientlib.submission import remaining_s
+from shm import model_fit
 from shm.errors import Code, InferError
 from shm.message_values import IndexEntry
 from shm.messages import ModelMetadata, RegionRecord
+from shm.model_fit import Given
 from shm.regions import create_pool
 
 T = TypeVar("T")
@@ -251,12 +252,7 @@ class Remote:
         name, version = model_text(name), version_text(version)
         metadata: ModelMetadata = yield transport.Metadata(name, version)
         config: dict[str, Any] = yield transport.Config(name, version)
-        policy = config.get("model_transaction_policy") or {}
-        model = self._known[name, version] = msgspec.structs.replace(
-            metadata,
-            max_batch_size=int(config.get("max_batch_size", 0)),
-            decoupled=bool(policy.get("decoupled", False)),
-        )
+        model = self._known[name, version] = details.merged(metadata, config)
         self._outdated.discard((name, version))
         return model
 
@@ -286,31 +282,43 @@ class Remote:
         """Check a request as the broker would, and lay it out."""
         self._check_regions(recipe)
         model = yield from self.model(recipe.model, recipe.version)
-        rows = check_inputs(model, {name: (value.datatype, value.shape) for name, value in recipe.inputs.items()})
-        names = self._names(recipe, model)
-        assert names is not None
-        check_output_names(model, names)
+        names, rows = _fit(recipe, model)
         layout = self._lay_out(recipe, names, rows)
-        for name, ref in (recipe.outputs or {}).items() if isinstance(recipe.outputs, dict) else ():
-            if ref is not None:
-                check_output(model, name, (ref.datatype, ref.shape))
         layout.ranges.enter()
         return layout
 
-    def once(self, recipe: Recipe) -> Procedure[Layout]:
-        """The layout of a request that is made once: the server alone checks whether it fits the model."""
+    def once(self, recipe: Recipe, *, streamed: bool = False) -> Procedure[Layout]:
+        """The layout of a request that is made once.
+
+        Where nothing need be known of the model, the server alone checks whether it fits: see `better_word`.
+        """
         self._check_regions(recipe)
-        names: Sequence[str] | None = None
-        if isinstance(recipe.outputs, dict):
+        names: Sequence[str] | None = None if recipe.outputs is None else tuple(recipe.outputs)
+        if streamed or isinstance(recipe.outputs, dict):
             model = yield from self.heard_of(recipe.model, recipe.version)
-            names = self._names(recipe, model)
-            check_output_names(model, names or ())
-        elif recipe.outputs is not None:
-            names = tuple(recipe.outputs)
+            try:
+                names, _ = _fit(recipe, model)
+            except InferError:  # it may have been reloaded since
+                names, _ = _fit(recipe, (yield from self.model(recipe.model, recipe.version)))
         layout = self._lay_out(recipe, names, 0)
         if layout.ranges.inputs or layout.ranges.outputs:
             layout.ranges.enter()
         return layout
+
+    def better_word(self, recipe: Recipe, error: InferError) -> Procedure[InferError]:
+        """What a native client is told of a request that was refused with `error`; that, if the request fits."""
+        remedied = with_remedy(error)
+        if remedied is not error or error.code != Code.INVALID_ARG.name:
+            return remedied
+        try:
+            model = yield from self.model(recipe.model, recipe.version)
+        except InferError:
+            return error
+        try:
+            _fit(recipe, model)
+        except InferError as better:
+            return better
+        return error
 
     def forget(self, model: str, version: str) -> None:
         """What was heard of a model may be outdated."""
@@ -319,17 +327,30 @@ class Remote:
     def _lay_out(self, recipe: Recipe, names: Sequence[str] | None, rows: int) -> Layout:
         return Layout(recipe, names, rows, shared=self.shares_memory)
 
-    def _names(self, recipe: Recipe, model: ModelMetadata) -> Sequence[str] | None:
-        # As in the native client: a mapping places some outputs, a list chooses.
-        if recipe.outputs is None or isinstance(recipe.outputs, dict):
-            return tuple(dict.fromkeys([*(tensor.name for tensor in model.outputs), *(recipe.outputs or ())]))
-        return tuple(recipe.outputs)
-
     def _check_regions(self, recipe: Recipe) -> None:
         outputs = recipe.outputs.values() if isinstance(recipe.outputs, dict) else ()
         for ref in (*recipe.inputs.values(), *outputs):
             if isinstance(ref, TensorRef):
                 self.check_region(ref.region)
+
+
+def _fit(recipe: Recipe, model: ModelMetadata) -> tuple[Sequence[str], int]:
+    """The outputs to ask for, and the rows of one position. Raises InferError as the broker does for native clients."""
+    rows = model_fit.check_inputs(
+        model, [Given(name, value.datatype, value.shape) for name, value in recipe.inputs.items()]
+    )
+    if recipe.outputs is None or isinstance(recipe.outputs, dict):
+        # As in the native client: a mapping places some outputs, a list chooses.
+        names = tuple(dict.fromkeys([*(tensor.name for tensor in model.outputs), *(recipe.outputs or ())]))
+    else:
+        names = tuple(recipe.outputs)
+    model_fit.check_outputs_named(model, names)
+    if isinstance(recipe.outputs, dict) and not model.decoupled:
+        sizes = model_fit.symbol_sizes(model, {name: value.shape for name, value in recipe.inputs.items()})
+        for name, ref in recipe.outputs.items():
+            if ref is not None:
+                model_fit.check_output(model, Given(name, ref.datatype, ref.shape), rows, sizes)
+    return names, rows
 
 
 def with_options(

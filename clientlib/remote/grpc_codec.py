@@ -12,7 +12,7 @@ from tritonclient.grpc import service_pb2
 
 from clientlib.address import Address
 from clientlib.pending import expired
-from clientlib.remote import transport
+from clientlib.remote import details, transport
 from clientlib.remote.transport import InferAnswer, InferRequest, OutputTensor, Word
 from shm.errors import Code, InferError
 from shm.message_values import IndexEntry, ModelMetadata, TensorMetadata
@@ -51,12 +51,17 @@ _LOST = (
 )
 
 
+Metadata = tuple[tuple[str, str], ...]
+DETAILED: Metadata = ((details.HEADER, details.VALUE),)
+
+
 class Rpc(NamedTuple):
     """A method of the service, what it is asked, and how its answer is read."""
 
     method: str
     request: Any
     read: Callable[[Any], Any]
+    metadata: Metadata = ()
 
 
 def encode(word: Word) -> Rpc:
@@ -70,7 +75,8 @@ def encode(word: Word) -> Rpc:
             asked = service_pb2.ModelMetadataRequest(name=model, version=version)
             return Rpc("ModelMetadata", asked, lambda reply: _metadata(reply, version))
         case transport.Config(model, version):
-            return Rpc("ModelConfig", service_pb2.ModelConfigRequest(name=model, version=version), _config)
+            asked = service_pb2.ModelConfigRequest(name=model, version=version)
+            return Rpc("ModelConfig", asked, _config, DETAILED)
         case transport.Statistics(model, version):
             asked = service_pb2.ModelStatisticsRequest(name=model, version=version)
             return Rpc("ModelStatistics", asked, lambda reply: [_model_stats(each) for each in reply.model_stats])
@@ -192,6 +198,8 @@ def _durations(statistics: Any, names: tuple[str, ...]) -> dict[str, dict[str, i
     return {name: _duration(getattr(statistics, name)) for name in names}
 
 
+        "input": [{"name": each.name, "optional": each.optional} for each in config.input],
+        "parameters": {name: {"string_value": each.string_value} for name, each in config.parameters.items()},
 _COMPUTE = ("compute_input", "compute_infer", "compute_output")
 _INFER = ("success", "fail", "queue", *_COMPUTE, "cache_hit", "cache_miss")
 _RESPONSE = ("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel")

@@ -13,6 +13,7 @@ from typing import Any, final
 import grpc
 from tritonclient.grpc import service_pb2
 
+from clientlib.remote import details
 from clientlib.remote.grpc_codec import decode_infer, encode_infer
 from clientlib.remote.transport import InferAnswer, InferRequest, cancelled, plain
 from clientlib.streams import expired
@@ -31,15 +32,17 @@ def encode_stream(request: InferRequest) -> Any:
 def decode_stream(reply: Any) -> tuple[InferAnswer | InferError | None, bool]:
     """What a `ModelStreamInferResponse` says: a response, an error in its place, or nothing; and is it the last?
 
-    Errors have no code on this wire: those of a deadline are UNAVAILABLE, all others UNKNOWN.
+    Triton's errors have no code here: without our gateways' those of a deadline are UNAVAILABLE, all others UNKNOWN.
     """
     assert isinstance(reply, service_pb2.ModelStreamInferResponse)
     response = reply.infer_response
     last = "triton_final_response" in response.parameters and response.parameters["triton_final_response"].bool_param
     if reply.error_message:
         text = plain(reply.error_message)
-        code = Code.UNAVAILABLE if text.startswith("Request timeout expired") else Code.UNKNOWN
-        return InferError(code, text), last
+        name = response.parameters[details.CODE].string_param if details.CODE in response.parameters else ""
+        if name not in Code.__members__:
+            name = (Code.UNAVAILABLE if text.startswith("Request timeout expired") else Code.UNKNOWN).name
+        return InferError(name, text), last
     if last and not response.outputs:
         return None, True
     try:

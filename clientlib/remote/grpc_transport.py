@@ -17,7 +17,7 @@ import grpc
 from tritonclient.grpc import service_pb2_grpc
 
 from clientlib.address import Address
-from clientlib.remote.grpc_codec import decode_infer, encode, encode_infer, error_of
+from clientlib.remote.grpc_codec import DETAILED, decode_infer, encode, encode_infer, error_of
 from clientlib.remote.grpc_streams import AsyncGrpcAnswers, GrpcAnswers, encode_stream
 from clientlib.remote.transport import Ended, InferAnswer, InferRequest, Word, cancelled, lost
 from shm.errors import Code, InferError
@@ -61,7 +61,8 @@ class GrpcTransport:
         """As `Transport.call`."""
         rpc = encode(word)
         try:
-            return rpc.read(getattr(self._stub, rpc.method)(rpc.request, timeout=_patience(deadline)))
+            call = getattr(self._stub, rpc.method)
+            return rpc.read(call(rpc.request, timeout=_patience(deadline), metadata=rpc.metadata))
         except grpc.RpcError as error:
             raise self._error(error, word) from None
         except ValueError as error:  # "Cannot invoke RPC on closed channel!"
@@ -104,7 +105,9 @@ class GrpcTransport:
     def stream(self, request: InferRequest, deadline: float, ended: Callable[[], None]) -> GrpcAnswers:
         """As `Streams.stream`."""
         try:
-            call = self._stub.ModelStreamInfer(iter((encode_stream(request),)), timeout=_patience(deadline))
+            call = self._stub.ModelStreamInfer(
+                iter((encode_stream(request),)), timeout=_patience(deadline), metadata=DETAILED
+            )
         except ValueError as error:
             raise lost(self._address, error) from None
         return GrpcAnswers(call, lambda error: self._error(error, None), ended)
@@ -144,7 +147,8 @@ class AsyncGrpcTransport:
         """As `AsyncTransport.call`."""
         rpc = encode(word)
         try:
-            return rpc.read(await getattr(self._stub, rpc.method)(rpc.request, timeout=_patience(deadline)))
+            call = getattr(self._stub, rpc.method)
+            return rpc.read(await call(rpc.request, timeout=_patience(deadline), metadata=rpc.metadata))
         except grpc.RpcError as error:
             raise self._error(error, word) from None
         except grpc.aio.UsageError as error:
@@ -162,7 +166,9 @@ class AsyncGrpcTransport:
     def stream(self, request: InferRequest, deadline: float, ended: Callable[[], None]) -> AsyncGrpcAnswers:
         """As `AsyncStreams.stream`."""
         try:
-            call = self._stub.ModelStreamInfer(iter((encode_stream(request),)), timeout=_patience(deadline))
+            call = self._stub.ModelStreamInfer(
+                iter((encode_stream(request),)), timeout=_patience(deadline), metadata=DETAILED
+            )
         except grpc.aio.UsageError as error:
             raise lost(self._address, error) from None
         return AsyncGrpcAnswers(call, lambda error: self._error(error, None), ended)

@@ -16,7 +16,7 @@ from urllib.parse import quote
 import msgspec
 
 from clientlib.address import Address
-from clientlib.remote import transport
+from clientlib.remote import details, transport
 from clientlib.remote.transport import Buffer, InferAnswer, InferRequest, OutputTensor, Word
 from shm.errors import Code, InferError
 from shm.message_values import IndexEntry, ModelMetadata, TensorMetadata
@@ -67,7 +67,8 @@ def encode(address: Address, word: Word) -> HttpCall:
         case transport.Metadata(model, version):
             return _get(address, _model(model, version), lambda body: _metadata(body, version))
         case transport.Config(model, version):
-            return _get(address, f"{_model(model, version)}/config", _object)
+            call = _get(address, f"{_model(model, version)}/config", _object)
+            return call._replace(headers={details.HEADER: details.VALUE})
         case transport.Statistics(model, version):
             path = f"{_model(model, version)}/stats" if model else "/v2/models/stats"
             return _get(address, path, _statistics)

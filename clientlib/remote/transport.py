@@ -66,10 +66,7 @@ class Metadata:
 @final
 @dataclass(frozen=True, slots=True)
 class Config:
-    """→ dict: the model configuration in Triton's JSON form; `max_batch_size` and `model_transaction_policy` are read.
-
-    A gRPC transport may answer with these two alone.
-    """
+    """→ dict: the model configuration in Triton's JSON form, as far as `clientlib.remote.details` reads it."""
 
     model: str
     version: str = ""

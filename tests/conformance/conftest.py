@@ -18,6 +18,12 @@ from tests.fakes import models
 from tests.fakes.blocking import Blocking
 from tests.fakes.gateways import Gateway, url_of
 
+SUMS = """backend: "sequence"
+input { name: "INPUT" data_type: TYPE_INT32 dims: [ 1 ] }
+output { name: "OUTPUT" data_type: TYPE_INT32 dims: [ 1 ] }
+sequence_batching { direct { } control_input [
+  { name: "START" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } },
+  { name: "READY" control { kind: CONTROL_SEQUENCE_READY int32_false_true: [ 0, 1 ] } } ] }"""
 TRANSPORTS = ("native", "zmq", "grpc", "http")
 
 
@@ -25,6 +31,8 @@ TRANSPORTS = ("native", "zmq", "grpc", "http")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     repository = models.write_samples(tmp_path_factory.mktemp("repository"))
     models.write_model(repository, "slow", long_run(), config="max_batch_size: 0\n")
+    models.write_model(repository, "vector", models.identity(dims=("n",)))
+    models.write_model(repository, "sums", config=SUMS)
     flags = ("--model-control-mode=explicit", "--load-model=*")
     with Gateway(repository, tmp_path_factory.mktemp("run"), *flags) as broker:
         yield broker.ready()

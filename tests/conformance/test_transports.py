@@ -133,6 +133,43 @@ class TestErrors:
         assert not caught.value.message.startswith("[request id")
         assert client.infer("add1", {"x": vector(1)})["y"].tolist() == [[2]]
 
+    @pytest.mark.parametrize(
+        ("model", "inputs", "texts"),
+        [
+            ("add1", {"x": vector(1).astype(np.float64)}, ["data_type  FP32", "fix: send 'x' as FP32"]),
+            ("matmul", {"x": vector(1, 2, 3)}, ["config.pbtxt  model file", "[batch,4]", "fix: send shape"]),
+            ("add1", {"x": np.zeros((5, 2), np.float32)}, ["auto-completion", "fix: send at most 4 rows"]),
+            ("add1", {"x": np.float32(1)}, ["has no shape", "request"]),
+            ("vector", {"x": np.zeros((3, 4), np.float32)}, ["fix: one value per row: shape [1,1] to [4,1]"]),
+            ("two_input", {"a": vector(1), "b": np.zeros((2, 1), np.float32)}, ["'a' has 1 rows, 'b' 2"]),
+            ("add1", {"x": vector(1), "y": vector(1)}, ["got 2 inputs", "the model does not have ['y']: it has ['x']"]),
+            ("sums", {"INPUT": np.zeros(1, np.int32)}, ["client.prepare(", "plan.infer(sequence_id=1"]),
+        ],
+    )
+    def test_they_say_what_native_ones_say(self, broker, client, model, inputs, texts):
+        with clientlib.connect(f"ipc://{broker.directory}") as native, pytest.raises(InferError) as expected:
+            native.infer(model, inputs)
+        for text in texts:
+            assert text in expected.value.message
+        for _ in range(2):
+            with pytest.raises(InferError) as caught:
+                client.infer(model, inputs)
+            assert (caught.value.code, caught.value.message) == (expected.value.code, expected.value.message)
+
+    def test_they_say_what_native_ones_say_of_places(self, broker, client):
+        with clientlib.connect(f"ipc://{broker.directory}") as native:
+            for shape, datatype in (((1, 5), "FP32"), ((1, 1, 4), "FP32"), ((1, 4), "INT32"), ((2, 4), "FP32")):
+                said = []
+                for each in (native, client):
+                    region = each.create_region("r", 4096)
+                    x, y = region.tensor((1, 4), "FP32"), region.tensor(shape, datatype, 1024)
+                    for attempt in (each.prepare, each.infer):
+                        with pytest.raises(InferError) as caught:
+                            attempt("add1", {"x": x}, {"y": y})
+                        said.append((caught.value.code, caught.value.message))
+                    each.unregister("r")
+                assert said[1:] == said[:1] * 3
+
     def test_a_version_that_is_not_there(self, client):
         with pytest.raises(InferError, match="Request for unknown model: 'add1' version 9 is not found") as caught:
             client.infer("add1", {"x": vector(1)}, version=9)
