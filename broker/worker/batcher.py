@@ -14,8 +14,8 @@ from typing import final
 from broker.repository.config import ModelConfig
 from broker.repository.scheduling import DynamicBatching, QueuePolicy
 from broker.worker import strategies
-from broker.worker.deadlines import Deadlines
 from broker.worker.fair_line import FairLine
+from broker.worker.levels import Level
 from broker.worker.queues import Queue, Row
 from shm import statistics
 from shm.admission import EXPIRED, Request, Verdict
@@ -29,10 +29,11 @@ MISFITS = 16  # clients passed over for one batch at most, so that a look at the
 class SingleQueue:
     """First come, first served among a client's requests, one at a time."""
 
-    __slots__ = ("_line", "_waiting", "closed_by", "late_at", "pinned")
+    __slots__ = ("_line", "_ready", "_waiting", "closed_by", "late_at", "pinned")
 
     def __init__(self) -> None:
         self._line = FairLine()
+        self._ready: list[Request] = []  # set aside
         self._waiting = 0
         self.closed_by = statistics.IDLE
         self.pinned = False
@@ -41,18 +42,24 @@ class SingleQueue:
     def __len__(self) -> int:
         return self._waiting
 
-    def add(self, request: Request, now: int) -> Verdict | None:
+    def add(self, request: Request, now: int, free: int = 0) -> Verdict | None:
         """Queue behind all others of its client."""
         self._line.add(request)
         self._waiting += 1
         return None
+
+    def set_aside(self, free: int) -> Sequence[Request]:
+        """As in `DynamicBatcher`."""
+        while len(self._ready) < min(free, self._waiting):
+            self._ready.append(self._line.pop())
+        return self._ready
 
     def take(self, now: int, instance: int = 0, most: int = 0) -> Sequence[Row]:
         """The oldest request of the client whose turn it is, or []."""
         if not self._waiting:
             return []
         self._waiting -= 1
-        return [self._line.pop()]
+        return [self._ready.pop(0) if self._ready else self._line.pop()]
 
     def wants(self, now: int, instance: int = 0) -> bool:
         """Is anything queued?"""
@@ -60,6 +67,8 @@ class SingleQueue:
 
     def due(self) -> int:
         """When the oldest request came: it never waits for others. 0 when nothing is queued."""
+        if self._ready:
+            return self._ready[0].arrival
         return min((request.arrival for request in self._line.heads()), default=0)
 
     def done(self, instance: int, batch: Sequence[Row]) -> int:
@@ -72,63 +81,13 @@ class SingleQueue:
 
     def remove(self, request: Request) -> bool:
         """Drop one request (cancelled); False when it is not queued any more."""
-        found = self._line.remove(request)
+        if request in self._ready:
+            self._ready.remove(request)
+            found = True
+        else:
+            found = self._line.remove(request)
         self._waiting -= found
         return found
-
-
-@final
-class _Level:
-    """One priority level and its policy. `late_at`: when its first request has waited too long; 0 = never.
-
-    `delayed` are those that have (timeout_action DELAY): they go when nothing else of their level waits.
-    """
-
-    __slots__ = ("_late", "_timeout", "delayed", "late_at", "line", "policy", "size")
-
-    def __init__(self, policy: QueuePolicy) -> None:
-        self.policy = policy
-        self.line = FairLine()
-        self.delayed = FairLine()
-        self.size = 0
-        self.late_at = 0
-        self._timeout = policy.default_timeout_microseconds * 1000
-        self._late = Deadlines()  # only with a time-out; a request's own may only be shorter
-
-    def add(self, request: Request, now: int) -> None:
-        self.line.add(request)
-        self.size += 1
-        if self._timeout:
-            until, own = now + self._timeout, request.queue_timeout
-            self._late.add(request, min(until, own) if own and self.policy.allow_timeout_override else until)
-            self.late_at = self._late.earliest()
-
-    def remove(self, request: Request) -> bool:
-        if not (self.line.remove(request) or self.delayed.remove(request)):
-            return False
-        self.left((request,))
-        return True
-
-    def left(self, requests: Sequence[Request]) -> None:
-        """They wait here no more."""
-        self.size -= len(requests)
-        if len(self._late):
-            for request in requests:
-                self._late.remove(request)
-            self.late_at = self._late.earliest()
-
-    def late(self, now: int) -> list[Request]:
-        """Take out those that have waited too long; with DELAY they stay, behind the others."""
-        late: list[Request] = []
-        for request in self._late.passed(now):
-            self.line.remove(request)
-            if self.policy.timeout_action == "DELAY":
-                self.delayed.add(request)
-            else:
-                late.append(request)
-        self.left(late)
-        self.late_at = self._late.earliest()
-        return late
 
 
 @final
@@ -141,11 +100,15 @@ class DynamicBatcher:
     order is kept and clients take turns, where one whose request does not fit the batch is passed over and begins the
     next one.
 
+    A limit (`max_queue_size`, `max_queue_bytes`) counts what waits beyond what can start. Where it is reached while
+    instances are idle, their batches are closed as they are, also before the queue delay is over, and set aside:
+    nothing is refused or dropped that could run. To wait for larger batches instead would cost requests.
+
     `hold`: no batch before so many requests are queued, once (TRITONSERVER_DELAY_SCHEDULER, for tests).
     """
 
     __slots__ = ("_default_level", "_delay", "_dropped", "_hold", "_largest_preferred", "_levels", "_max", "_preferred",
-                 "_single", "_waiting", "closed_by", "late_at", "pinned")  # fmt: skip
+                 "_ready", "_single", "_waiting", "closed_by", "late_at", "pinned")  # fmt: skip
 
     def __init__(self, max_batch_size: int, config: DynamicBatching, hold: int = 0) -> None:
         self._max = max(1, max_batch_size)
@@ -155,11 +118,12 @@ class DynamicBatcher:
         levels = max(1, config.priority_levels)
         self._default_level = min(max(1, config.default_priority_level), levels)
         policies, default = config.priority_queue_policy, config.default_queue_policy
-        self._levels = [_Level(policies.get(level, default)) for level in range(1, levels + 1)]
+        self._levels = [Level(policies.get(level, default)) for level in range(1, levels + 1)]
         plain = len(self._levels) == 1 and not self._levels[0].policy.default_timeout_microseconds
         self._single = (self._levels[0].line,) if plain else None  # the only line there is
         self._dropped: OrderedDict[Request, Verdict] = OrderedDict()  # they leave by `late`
-        self._waiting = 0  # those dropped not counted
+        self._ready: list[list[Request]] = []  # set aside, one batch for each instance that was idle
+        self._waiting = 0  # with those set aside, without those dropped
         self._hold = hold
         self.closed_by = statistics.IDLE
         self.pinned = False
@@ -168,10 +132,12 @@ class DynamicBatcher:
     def __len__(self) -> int:
         return self._waiting + len(self._dropped)
 
-    def add(self, request: Request, now: int) -> Verdict | None:
+    def add(self, request: Request, now: int, free: int = 0) -> Verdict | None:
         """Queue in the request's priority level (0 or out of range: the default level). FULL where that is full."""
         level = self._level_of(request)
         most = level.policy.max_queue_size
+        if most and free and level.size >= most:
+            self.set_aside(free)
         if most and level.size >= most:
             if level.policy.drop_oldest:
                 self._drop(level, now, f"the queue is full at {most} (max_queue_size, drop_oldest)")
@@ -183,6 +149,25 @@ class DynamicBatcher:
             self._look()
         return None
 
+    def set_aside(self, free: int) -> Sequence[Request]:
+        """Close the batches that `free` idle instances would take now. Returns all that waits for nothing else."""
+        if not self._hold:
+            for batch in self._ready:
+                self._fill(batch, 0)
+            while len(self._ready) < free and self._waiting > sum(map(len, self._ready)):
+                self._ready.append([])
+                self._fill(self._ready[-1], 0)
+        return [request for batch in self._ready for request in batch]
+
+    def _fill(self, batch: list[Request], most: int) -> int:
+        """Let what may go along wait for nothing but the batch. Returns why the batch is closed."""
+        chosen, rows, preferred, _ = self._choose(batch, most)
+        own = chosen[len(batch) : preferred or None]
+        self._pop(own)
+        self._waiting += len(own)
+        batch += own
+        return statistics.PREFERRED if preferred and rows < self._max else statistics.FULL
+
     def let_oldest_go(self, request: Request, now: int) -> Request | None:
         """The queue has too many bytes for `request`: what goes for it (`drop_oldest`); None: nothing does."""
         level = self._level_of(request)
@@ -190,7 +175,7 @@ class DynamicBatcher:
             return None
         return self._drop(level, now, "too many bytes wait (max_queue_bytes, drop_oldest)")
 
-    def _drop(self, level: _Level, now: int, why: str) -> Request:
+    def _drop(self, level: Level, now: int, why: str) -> Request:
         """A full queue lets go the oldest of the client that fills it most."""
         oldest = (level.delayed or level.line).oldest_of_the_greediest()
         level.remove(oldest)
@@ -199,7 +184,7 @@ class DynamicBatcher:
         self.late_at = max(1, now)
         return oldest
 
-    def _make_room(self, level: _Level, request: Request, now: int) -> bool:
+    def _make_room(self, level: Level, request: Request, now: int) -> bool:
         """A full queue keeps no client out that has less in it than others: the newest of the greediest is refused."""
         newest = level.line.beyond_its_share(request)
         if newest is None:
@@ -220,12 +205,28 @@ class DynamicBatcher:
             self._hold = 0
         if not self._waiting:
             return []
-        chosen: list[Request] = []
-        rows, preferred, closed = 0, 0, False
-        oldest = now
-        for line in self._lines():
+        if self._ready:
+            return self._take_ready(most)
+        chosen, rows, preferred, closed = self._choose((), most)
+        waited = self._delay > 0 and now - min(request.arrival for request in chosen) >= self._delay
+        if preferred and not waited:
+            is_full = preferred == len(chosen) and (closed or chosen[0].signature is None)
+            self.closed_by = statistics.FULL if is_full else statistics.PREFERRED
+            return self._leave(chosen[:preferred])
+        if closed or waited or not self._delay or rows >= self._largest_preferred or chosen[0].signature is None:
+            self.closed_by = self._reason(closed and (rows >= self._max or len(chosen) != most), waited, chosen, rows)
+            return self._leave(chosen)
+        return []
+
+    def _choose(self, begun: Sequence[Request], most: int) -> tuple[list[Request], int, int, bool]:
+        """`begun` and what may go along: all of it, its rows, how many make a preferred size, can nothing be added."""
+        chosen = list(begun)
+        rows = sum([request.rows or 1 for request in begun])
+        signature = chosen[0].signature if chosen else None
+        preferred = len(chosen) if rows in self._preferred else 0
+        closed = rows >= self._max or 0 < most <= len(chosen)
+        for line in () if closed else self._lines():
             misfits = 0
-            signature = chosen[0].signature if chosen else None
             for request in line:
                 size = request.rows or 1
                 if chosen and (request.signature is not signature or signature is None or rows + size > self._max):
@@ -238,8 +239,6 @@ class DynamicBatcher:
                 if chosen and not preferred and rows + size > self._largest_preferred:
                     preferred = len(chosen)  # as in Triton: it would be larger than all that are preferred
                 signature = request.signature
-                if request.arrival < oldest:
-                    oldest = request.arrival
                 rows += size
                 chosen.append(request)
                 if rows in self._preferred:
@@ -249,15 +248,15 @@ class DynamicBatcher:
                     break
             if closed:
                 break
-        waited = self._delay > 0 and now - oldest >= self._delay
-        if preferred and not waited:
-            is_full = preferred == len(chosen) and (closed or chosen[0].signature is None)
-            self.closed_by = statistics.FULL if is_full else statistics.PREFERRED
-            return self._pop(chosen[:preferred])
-        if closed or waited or not self._delay or rows >= self._largest_preferred or chosen[0].signature is None:
-            self.closed_by = self._reason(closed and (rows >= self._max or len(chosen) != most), waited, chosen, rows)
-            return self._pop(chosen)
-        return []
+        return chosen, rows, preferred, closed
+
+    def _take_ready(self, most: int) -> Sequence[Row]:
+        """The first batch that was set aside, with what has come since and fits in."""
+        batch = self._ready.pop(0)
+        self.closed_by = self._fill(batch, most)
+        self._waiting -= len(batch)
+        self._forget(batch)
+        return batch
 
     def _reason(self, full: bool, waited: bool, batch: list[Request], rows: int) -> int:
         """Why a batch goes that was not cut to a preferred size."""
@@ -269,6 +268,8 @@ class DynamicBatcher:
 
     def wants(self, now: int, instance: int = 0) -> bool:
         """Does what waits make a batch by now? Rows are not counted, so one of large requests may count later."""
+        if self._ready:
+            return True
         if self._waiting <= (self._hold - 1 if self._hold else 0):
             return False
         return self._waiting >= min(self._preferred) or now >= self.due()
@@ -277,6 +278,8 @@ class DynamicBatcher:
         """When the oldest request will have waited long enough; 0 when nothing is queued."""
         if self._hold:
             return 0
+        if self._ready:
+            return self._ready[0][0].arrival
         heads = (request.arrival for line in self._lines() for request in line.heads())
         return min(heads, default=-self._delay) + self._delay
 
@@ -296,6 +299,7 @@ class DynamicBatcher:
         for level in self._levels:
             if level.late_at and level.late_at <= now:
                 for request in level.late(now):
+                    self._out_of_ready(request)
                     self._dropped[request] = EXPIRED
                     self._waiting -= 1
         self._look()
@@ -309,12 +313,24 @@ class DynamicBatcher:
         """Drop one request (cancelled); False when it is not queued any more."""
         if self._dropped.pop(request, None) is not None:
             return True
-        if not any(level.remove(request) for level in self._levels):
+        if self._out_of_ready(request):
+            self._forget((request,))
+        elif not any(level.remove(request) for level in self._levels):
             return False
         self._waiting -= 1
         return True
 
-    def _level_of(self, request: Request) -> _Level:
+    def _out_of_ready(self, request: Request) -> bool:
+        """Take it out of what was set aside; False when it is not there."""
+        for batch in self._ready:
+            if request in batch:
+                batch.remove(request)
+                if not batch:
+                    self._ready.remove(batch)
+                return True
+        return False
+
+    def _level_of(self, request: Request) -> Level:
         number = request.priority if 1 <= request.priority <= len(self._levels) else self._default_level
         return self._levels[number - 1]
 
@@ -323,19 +339,27 @@ class DynamicBatcher:
             return self._single
         return [line for level in self._levels for line in (level.line, level.delayed) if line]
 
-    def _pop(self, batch: list[Request]) -> list[Request]:
+    def _leave(self, batch: list[Request]) -> list[Request]:
         """Take out what `take` has chosen."""
+        self._pop(batch)
+        self._forget(batch)
+        return batch
+
+    def _pop(self, batch: list[Request]) -> None:
+        """These do not stand in line any more."""
         self._waiting -= len(batch)
         if self._single is not None:
             self._single[0].serve(batch)
             self._levels[0].size -= len(batch)
-            return batch
-        for level in self._levels:
-            for line in (level.line, level.delayed):
-                own = [request for request in batch if line.has(request)]
-                line.serve(own)
-                level.left(own)
-        return batch
+        else:
+            for level in self._levels:
+                level.take(batch)
+
+    def _forget(self, batch: Sequence[Request]) -> None:
+        """They cannot be late any more."""
+        if self._single is None:
+            for level in self._levels:
+                level.forget(batch)
 
 
 def queue_for(config: ModelConfig, instances: int) -> Queue:

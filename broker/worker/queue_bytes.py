@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, final
 
 from broker.repository.config import ModelConfig
-from broker.worker.batcher import FULL, DynamicBatcher
+from broker.worker.batcher import FULL, DynamicBatcher, SingleQueue
 from broker.worker.queues import Queue, Row
 from shm.admission import Request, Verdict
 
@@ -28,7 +28,7 @@ class _Tensor(Protocol):
 def bounded(queue: Queue, config: ModelConfig) -> Queue:
     """`queue` itself where nothing is asked for."""
     most = config.max_queue_bytes
-    return ByteBound(queue, most) if most else queue
+    return ByteBound(queue, most) if most and isinstance(queue, SingleQueue | DynamicBatcher) else queue
 
 
 def input_bytes(request: Request) -> int:
@@ -40,7 +40,8 @@ def input_bytes(request: Request) -> int:
 
 @final
 class ByteBound:
-    """One request is always let in where nothing waits, so that none is too large for ever.
+    """One request is always let in where nothing waits, so that none is too large for ever. What idle instances can
+    take does not count (see `broker.worker.batcher`).
 
     Where the queue inside has `drop_oldest`, the oldest go for a new one. Else no client is kept out that has less
     here than others: the newest of the one that has most are refused for it.
@@ -48,10 +49,10 @@ class ByteBound:
 
     __slots__ = ("_began", "_dropped", "_inside", "_lines", "_most", "_pace", "_sizes", "_total")
 
-    def __init__(self, inside: Queue, most: int) -> None:
+    def __init__(self, inside: SingleQueue | DynamicBatcher, most: int) -> None:
         self._inside = inside
         self._most = most
-        self._sizes: dict[Request, int] = {}  # of what waits
+        self._sizes: dict[Request, int] = {}  # of what waits and was not set aside for an idle instance
         self._lines: dict[int, _Line] = {}  # the same, by client (a channel, as in `broker.worker.fair_line`)
         self._dropped: dict[Request, Verdict] = {}  # they leave by `late`
         self._total = 0
@@ -76,9 +77,11 @@ class ByteBound:
         """As inside."""
         return self._inside.closed_by
 
-    def add(self, request: Request, now: int) -> Verdict | None:
+    def add(self, request: Request, now: int, free: int = 0) -> Verdict | None:
         """FULL, where it would be too much together with what waits; else what the queue inside says."""
         size = input_bytes(request)
+        if free and self._sizes and self._total + size > self._most:
+            self._left(self._inside.set_aside(free))
         while self._sizes and self._total + size > self._most:
             inside = self._inside
             gone = inside.let_oldest_go(request, now) if isinstance(inside, DynamicBatcher) else None
@@ -86,7 +89,9 @@ class ByteBound:
                 self._left((gone,))
             elif not self._make_room(request, size):
                 return self._full(request, size)
-        verdict = self._inside.add(request, now)
+        verdict = self._inside.add(request, now, free)
+        if free:
+            self._left(self._inside.set_aside(0))  # it may have its own reason to do so
         if verdict is None:
             if not self._sizes:
                 self._began = 0
@@ -126,13 +131,13 @@ class ByteBound:
         """As inside."""
         rows = self._inside.take(now, instance, most)
         if rows:
-            size = self._left(rows)
+            self._left(rows)
             if self._began:
-                self._pace.saw(size, now - self._began)
+                self._pace.saw(sum(input_bytes(row) for row in rows if row is not None), now - self._began)
             self._began = now if self._sizes else 0
         return rows
 
-    def _left(self, rows: Sequence[Row]) -> int:
+    def _left(self, rows: Sequence[Row]) -> None:
         total = 0
         for row in rows:
             size = self._sizes.pop(row, None) if row is not None else None
@@ -144,7 +149,6 @@ class ByteBound:
             if not self._lines[client].sizes:
                 del self._lines[client]
         self._total -= total
-        return total
 
     def wants(self, now: int, instance: int = 0) -> bool:
         """As inside."""

@@ -46,8 +46,11 @@ class Queue(Protocol):
     def __len__(self) -> int:
         """Requests that wait here."""
 
-    def add(self, request: Request, now: int) -> Verdict | None:
-        """Take the request in. A verdict: it was not, and ends with that (queue full, a rule of sequences broken)."""
+    def add(self, request: Request, now: int, free: int = 0) -> Verdict | None:
+        """Take the request in. A verdict: it was not, and ends with that (queue full, a rule of sequences broken).
+
+        `free`: so many instances could begin at once. What they would take does not count for the queue's limits.
+        """
 
     def take(self, now: int, instance: int = 0, most: int = 0) -> Sequence[Row]:
         """The next batch for the free instance with this index in its model, or () when there is none or it is worth

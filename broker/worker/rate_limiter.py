@@ -9,7 +9,7 @@ starved by small ones. Pure: no clock, no thread; `broker.worker.scheduler` asks
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final, final
+from typing import Final, Protocol, final
 
 from broker.repository.config import InstanceGroup
 from broker.repository.scheduling import Allowance, Resource
@@ -131,6 +131,29 @@ class RateLimiter:
             ),
             default=0,
         )
+
+
+class _Instance(Protocol):
+    index: int
+
+
+class Limited(Protocol):
+    """What is asked of `broker.worker.model.LoadedModel`."""
+
+    @property
+    def claims(self) -> Sequence[Claim]:
+        """One of each instance; () when the limiter has no say."""
+
+    @property
+    def free(self) -> Sequence[_Instance]:
+        """Those that run nothing."""
+
+
+def idle(limiter: RateLimiter | None, model: Limited) -> int:
+    """How many instances could begin at once; of those under the limiter one, as it may be another's turn then."""
+    if limiter is None or not model.claims:
+        return len(model.free)
+    return int(any(limiter.fits(model.claims[instance.index]) for instance in model.free))
 
 
 def claims_of(groups: Sequence[InstanceGroup]) -> tuple[Claim, ...]:

@@ -14,7 +14,7 @@ from broker.worker.batch import Batch
 from broker.worker.deadlines import Deadlines
 from broker.worker.model import Instance, LoadedModel
 from broker.worker.queues import Row
-from broker.worker.rate_limiter import Pool, RateLimiter, claims_of
+from broker.worker.rate_limiter import Pool, RateLimiter, claims_of, idle
 from broker.worker.retirement import claim, needed, predecessor
 from broker.worker.sequences import Sequences
 from broker.worker.trim import trim
@@ -71,7 +71,8 @@ class Scheduler:
         timed = False
         for request in requests:
             model: LoadedModel = request.plan.model  # type: ignore[union-attr]
-            verdict = model.closed or model.queue.add(request, request.arrival)
+            free = idle(self.limiter, model) if model.timed and not (self.alone or self.suspects) else 0
+            verdict = model.closed or model.queue.add(request, request.arrival, free)
             if verdict is not None and self.retired and (old := predecessor(self.retired, request, model)):
                 model, verdict = old, old.queue.add(request, request.arrival)
             if verdict is not None:
@@ -197,8 +198,7 @@ class Scheduler:
             if self.limiter is not None:
                 return self._due_within_limits(self.limiter, now)
             for model in list(self.queued):
-                batch = self._due_of(model, now)
-                if batch is not None:
+                if (batch := self._due_of(model, now)) is not None:
                     return batch
         return None
 

@@ -64,7 +64,7 @@ class Sequences:
     def __len__(self) -> int:
         return self._waiting + len(self._dropped) + len(self.endings)  # until the model knows of them, too
 
-    def add(self, request: Request, now: int) -> Verdict | None:
+    def add(self, request: Request, now: int, free: int = 0) -> Verdict | None:
         """Take the request into its sequence's line; a verdict in Triton's words when it breaks a rule."""
         refusal = self._refusal(request)
         if refusal is not None:

@@ -1,4 +1,4 @@
-"""Triton's request `timeout` over its protocols, and what becomes of it in models with and without an override."""
+"""Triton's request `timeout` over its protocols, with and without an override; and what a burst finds idle."""
 
 from __future__ import annotations
 
@@ -26,6 +26,20 @@ dynamic_batching {{
   default_queue_policy {{ default_timeout_microseconds: 50000000 allow_timeout_override: {allowed} }}
 }}
 """
+BURST = """backend: "identity"
+max_batch_size: 1
+instance_group {{ count: 1 kind: KIND_CPU }}
+input {{ name: "x" data_type: TYPE_FP32 dims: 4 }}
+output {{ name: "y" data_type: TYPE_FP32 dims: 4 }}
+parameters {{ key: "execute_delay_ms" value {{ string_value: "500" }} }}
+{}
+"""
+DROPS = 'parameters { key: "drop_oldest" value { string_value: "true" } }'
+LIMITS = {
+    "refuses": "dynamic_batching { default_queue_policy { max_queue_size: 1 } }",
+    "drops": f"dynamic_batching {{ default_queue_policy {{ max_queue_size: 1 }} }}\n{DROPS}",
+    "bytes": 'parameters { key: "max_queue_bytes" value { string_value: "16" } }',
+}
 X = np.ones((1, 4), np.float32)
 
 
@@ -35,6 +49,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     for allowed in ("true", "false"):
         models.write_model(root, allowed, models.add1(), config=CONFIG.format(allowed=allowed))
     models.write_model(root, "plain", models.add1())
+    for name, limit in LIMITS.items():
+        models.write_model(root, name, config=BURST.format(limit))
     with Gateway(root, tmp_path_factory.mktemp("run")) as broker:
         yield broker.ready()
 
@@ -96,3 +112,21 @@ def test_a_deadline_of_the_client_library_ends_its_request_everywhere(served: Ga
         assert late.value.code == "UNAVAILABLE"
         assert np.array_equal(client.infer("plain", {"x": X}, timeout=30)["y"], X + 1)
     eventually(lambda: pending(served, model) == 0, "nothing of it waits on")
+
+
+@pytest.mark.parametrize("model", LIMITS)
+def test_an_idle_instance_takes_the_first_of_a_burst(served: Gateway, model: str) -> None:
+    """Four at once, one instance, room for one that waits: however many of them one sweep of the worker finds."""
+    with clientlib.connect(served.directory) as client:
+        region = client.create_region("burst", 1024)
+        x, y = region.tensor((1, 4), "FP32", stride=16), region.tensor((1, 4), "FP32", offset=512, stride=16)
+        plan = client.prepare(model, {"x": x}, {"y": y}, slots=4)
+        told: list[str] = []
+        for request in [plan.submit(timeout=30, input_slot=slot, output_slot=slot) for slot in range(4)]:
+            try:
+                request.result()
+                told.append("")
+            except clientlib.InferError as error:
+                told.append(error.message)
+    ran = [slot for slot, text in enumerate(told) if not text]
+    assert ran == ([0, 3] if model == "drops" else [0, 1]), told

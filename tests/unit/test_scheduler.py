@@ -7,7 +7,7 @@ import os
 import pytest
 
 from broker.repository.config import InstanceGroup, ModelConfig
-from broker.repository.scheduling import DynamicBatching
+from broker.repository.scheduling import DynamicBatching, QueuePolicy
 from broker.worker.backends import Binding, Context
 from broker.worker.batch import SHORT_NS
 from broker.worker.model import LoadedModel, instance_count, not_loaded
@@ -48,8 +48,16 @@ class Models:
         self.runtimes: dict[LoadedModel, Runtime] = {}
 
     def __call__(
-        self, count: int = 1, batch: int = 0, delay: int = 0, groups: tuple[InstanceGroup, ...] = ()
+        self,
+        count: int = 1,
+        batch: int = 0,
+        delay: int = 0,
+        groups: tuple[InstanceGroup, ...] = (),
+        most: int = 0,
     ) -> LoadedModel:
+        batching = DynamicBatching(
+            max_queue_delay_microseconds=delay, default_queue_policy=QueuePolicy(max_queue_size=most)
+        )
         config = ModelConfig(
             name="m",
             platform="",
@@ -61,7 +69,7 @@ class Models:
             input=(),
             output=(),
             instance_group=groups or (InstanceGroup(name="m", count=count),),
-            dynamic_batching=DynamicBatching(max_queue_delay_microseconds=delay) if batch else None,
+            dynamic_batching=batching if batch else None,
         )
         model = LoadedModel(config, 1, 1)
         runtime = self.runtimes[model] = Runtime()
@@ -136,6 +144,21 @@ def test_a_queue_grows_while_an_instance_is_free(scheduler, models):
     add(scheduler, request(model))
     assert not scheduler.growing()  # its only instance is at work
     scheduler.done(batch)
+
+
+def test_a_limit_counts_what_idle_instances_cannot_take(scheduler, models):
+    model = models(count=2, batch=1, most=1)
+    burst = [request(model) for _ in range(5)]
+    assert [each for each, _ in scheduler.add(burst)] == burst[3:], "two begin, one waits"
+    batches = [scheduler.due(1), scheduler.due(1)]
+    assert [batch.requests for batch in batches] == [burst[:1], burst[1:2]]
+    assert scheduler.add([request(model)]), "nothing is idle"
+    scheduler.done(batches[0])
+    scheduler.adopt(Recovered([request(model)], []))
+    assert scheduler.add([request(model)]), "a suspect comes first, alone"
+    scheduler.done(batches[1])
+    scheduler.done(scheduler.due(1))
+    assert scheduler.add([request(model)]) == []
 
 
 def test_models_take_turns(scheduler, models):
