@@ -185,7 +185,7 @@ class Assembler:
         self._part = part + 1
         if self._part < self._parts:
             return None
-        arrays, done = self._arrays, (*entry[:7], self._copied)
+        arrays, done = self._arrays, (*entry[:7], self._copied, *entry[8:])
         self.drop()
         size = sum(extent.byte_size for extent in self._extents if extent is not None)
         return Response(self._rooms, self._extents, arrays, self._raw, done, size + copied)

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, final
 
 import numpy.typing as npt
 
+from shm.parameters import Parameter, unpack
+
 
 class Timing(NamedTuple):
     """Nanoseconds that a request spent queued, preparing its inputs, in the model, and placing its outputs."""
@@ -33,7 +35,7 @@ class InferResult(Mapping[str, npt.NDArray[Any]]):
     def __init__(
         self,
         arrays: dict[str, npt.NDArray[Any]],
-        entry: tuple[int, ...],
+        entry: tuple[Any, ...],
         copied: int = 0,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
@@ -55,6 +57,11 @@ class InferResult(Mapping[str, npt.NDArray[Any]]):
         return len(self._arrays)
 
     @property
+    def parameters(self) -> Mapping[str, Parameter]:
+        """What the model said beside the arrays: bool, int, float and str by name. {} for most models."""
+        return unpack(self._entry[8]) if len(self._entry) > 8 else {}
+
+    @property
     def timing(self) -> Timing:
         """Where the time went, in nanoseconds."""
         return Timing(*self._entry[3:7])
@@ -62,7 +69,8 @@ class InferResult(Mapping[str, npt.NDArray[Any]]):
     @property
     def copied_bytes(self) -> int:
         """Tensor bytes that were copied between this call and the model, by either side."""
-        return self._entry[7] + self._copied
+        copied: int = self._entry[7]
+        return copied + self._copied
 
     @property
     def copied_here(self) -> int:

@@ -11,6 +11,7 @@ from typing import Protocol, final
 
 from shm.errors import Code
 from shm.layout import NOTE_BYTES, QUEUE_TIMEOUT
+from shm.parameters import beside
 
 Verdict = tuple[Code, str]
 
@@ -71,6 +72,7 @@ class Request:
         "note",
         "output_ns",
         "output_position",
+        "parameters",
         "plan",
         "position",
         "priority",
@@ -104,6 +106,7 @@ class Request:
         self.ended = Code.OK
         self.code = Code.OK
         self.note = b""
+        self.parameters = b""  # of the response, packed; see `give`
         self.queue_ns = self.input_ns = self.infer_ns = self.output_ns = self.copied = 0
 
     @property
@@ -126,9 +129,20 @@ class Request:
         """When it has waited as long as its sender wants, if its queue takes that into account; 0: no matter."""
         return self.entry[3] if self.entry[8] & QUEUE_TIMEOUT else 0
 
+    def give(self, parameters: bytes) -> None:
+        """What the model says beside its response (`shm.parameters.pack`), once the note is made: b"" is nothing.
+
+        Raises InferError where they have no room beside it.
+        """
+        if parameters:
+            beside(self.note, parameters)
+            self.note = self.note or bytes(8)  # which is read as nothing, but published
+        self.parameters = parameters
+
     def fail(self, code: Code, message: str) -> None:
         """Give the request its ending; `complete` publishes it."""
         self.code = code
+        self.parameters = b""
         note = message.encode(errors="replace")
         if len(note) > NOTE_BYTES:
             note = note[:NOTE_BYTES].decode(errors="ignore").encode()  # no half character

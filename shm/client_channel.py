@@ -23,6 +23,7 @@ from shm.layout import (
     CONSUMED,
     CTAIL,
     FINAL,
+    GIVEN,
     NOTE_BYTES,
     NOTED,
     PARKED,
@@ -34,6 +35,7 @@ from shm.layout import (
     Geometry,
 )
 from shm.memory import map_words
+from shm.parameters import end_of
 
 SLEEP_MS = 50  # longest sleep while requests are outstanding: bounds what a lost wake-up could cost
 LATE_MS = 300  # what was completed is not rung for yet: the worker may have died before it, then the broker rings
@@ -54,7 +56,9 @@ class Settles(Protocol):
     """What a submission leaves behind in its slot."""
 
     def settle(self, entry: tuple[int, ...], note: bytes) -> None:
-        """Called once per completion by the thread that reaps. `entry` is laid out as `shm.layout.COMPLETION`."""
+        """Called once per completion by the thread that reaps. `entry` is laid out as `shm.layout.COMPLETION`, with the
+        packed parameters of a response that has some behind it.
+        """
 
 
 @final
@@ -237,6 +241,8 @@ class ClientChannel:
             if entry[2] & NOTED:
                 start = geometry.notes * 8 + NOTE_BYTES * (consumed & mask)
                 note = memory[start : start + NOTE_BYTES]
+                if entry[2] & GIVEN:
+                    entry = (*entry, end_of(note))
             consumed += 1
             slot = entry[1] & 0xFFFF
             owner = pending[slot]

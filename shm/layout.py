@@ -46,10 +46,12 @@ SUBMISSION = struct.Struct("@QQQQHHIQHHHHQ")
 SEQUENCE_START, SEQUENCE_END = 1, 2  # flags
 QUEUE_TIMEOUT = 4  # a flag: the deadline is Triton's `timeout`, which counts where the model's queue lets it
 
-# completion number + 1 · ident = position << 16 | slot · code | FINAL | NOTED · queue, input, infer, output ns · copied
+# completion number + 1 · ident = position << 16 | slot · code | FINAL | NOTED | GIVEN
+# · queue, input, infer, output ns · copied
 COMPLETION = struct.Struct("@8Q")
 FINAL = 1 << 32
 NOTED = 1 << 33
+GIVEN = 1 << 34  # the note ends with parameters of the response (`shm.parameters`)
 CODE_MASK = 0xFFFFFFFF
 NOTE_BYTES = 512
 

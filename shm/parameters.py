@@ -1,7 +1,8 @@
-"""Request parameters: what a caller tells a model beside its tensors (Triton's parameters extension).
+"""Parameters: what a caller tells a model beside its tensors, and a model its caller (Triton's parameters extension).
 
-A prepared plan carries them, so a submission stays as small as it is. The limits here are checked by the client library
-for a quick answer, and by the broker (`broker.plan_check`) for everybody.
+A prepared plan carries those of its requests, so a submission stays as small as it is. The limits here are checked by
+the client library for a quick answer, and by the broker (`broker.plan_check`) for everybody. Those of a response end
+the note beside its completion, which says so (`shm.layout.GIVEN`); the worker packs them, clients unpack them.
 """
 
 from __future__ import annotations
@@ -9,12 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+import msgspec
+
 from shm.errors import Code, InferError
+from shm.layout import NOTE_BYTES
 
 Parameter = bool | int | float | str
 
 MAX_COUNT: Final = 64
 MAX_BYTES: Final = 4096  # of names and texts in UTF-8, and 8 for each number
+# Of a response: as many as lie in a note beside the shapes of outputs.
+MAX_GIVEN_COUNT: Final = 16
+MAX_GIVEN_BYTES: Final = 384
 # Names that Triton's protocols give a meaning of their own; a model never sees them.
 RESERVED: Final = frozenset(
     ("sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "headers", "binary_data_output")
@@ -28,6 +35,79 @@ def check(parameters: Mapping[str, object]) -> None:
         raise InferError(
             Code.INVALID_ARG, f"a request has at most {MAX_COUNT} parameters of its own, got {len(parameters)}"
         )
+    size = _checked_size(parameters)
+    if size > MAX_BYTES:
+        raise InferError(
+            Code.INVALID_ARG,
+            f"the parameters of a request have {size} bytes, at most {MAX_BYTES} are possible: send large values as an "
+            "input",
+        )
+
+
+def pack(parameters: Mapping[str, object]) -> bytes:
+    """Those of a response, as its note ends with them; b"" for none.
+
+    Raises InferError INVALID_ARG for what no response can have.
+    """
+    if not parameters:
+        return b""
+    if len(parameters) > MAX_GIVEN_COUNT:
+        raise InferError(
+            Code.INVALID_ARG, f"a response has at most {MAX_GIVEN_COUNT} parameters, the model gave {len(parameters)}"
+        )
+    size = _checked_size(parameters)
+    if size > MAX_GIVEN_BYTES:
+        raise InferError(
+            Code.INVALID_ARG,
+            f"the parameters of a response have {size} bytes, at most {MAX_GIVEN_BYTES} are possible: give large "
+            "values as an output",
+        )
+    for name, value in parameters.items():
+        if is_reserved(name):
+            raise InferError(
+                Code.INVALID_ARG, f"parameter '{name}' of a response has a meaning of its own in Triton's protocols"
+            )
+        if type(value) is int and value >= 2**63:
+            raise InferError(Code.INVALID_ARG, f"parameter '{name:.80}' of a response does not fit a signed 64-bit int")
+    return msgspec.msgpack.encode(parameters)
+
+
+def unpack(packed: bytes) -> dict[str, Parameter]:
+    """What `pack` was given. Raises InferError INTERNAL for bytes that it did not make."""
+    try:
+        return msgspec.msgpack.decode(packed, type=dict[str, Parameter])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InferError(Code.INTERNAL, f"the worker reported parameters that cannot be: {error}") from None
+
+
+def beside(note: bytes, packed: bytes) -> bytes:
+    """A whole note that says `note` and ends with parameters. Raises InferError where there is no room for both."""
+    room = NOTE_BYTES - len(note) - len(_length(packed))
+    if not fits_beside(note, packed):
+        raise InferError(
+            Code.INVALID_ARG,
+            f"the parameters of a response take {len(packed)} bytes, beside the shapes of its outputs there is room "
+            f"for {max(room, 0)}: give fewer of them, or ask for fewer outputs whose shape only the run tells",
+        )
+    return note.ljust(room + len(note) - len(packed), b"\0") + packed + _length(packed)
+
+
+def fits_beside(note: bytes, packed: bytes) -> bool:
+    """Is there room for both in a note?"""
+    return len(note) + len(packed) + len(_length(packed)) <= NOTE_BYTES
+
+
+def end_of(note: bytes) -> bytes:
+    """The packed parameters that a whole note ends with. Of a note without them: anything, but never an error."""
+    length = int.from_bytes(note[-2:], "little")
+    return note[-2 - length : -2]
+
+
+def _length(packed: bytes) -> bytes:
+    return len(packed).to_bytes(2, "little")
+
+
+def _checked_size(parameters: Mapping[str, object]) -> int:
     size = 0
     for name, value in parameters.items():
         if not isinstance(name, str) or not name:
@@ -40,12 +120,7 @@ def check(parameters: Mapping[str, object]) -> None:
         if type(value) is int and not -(2**63) <= value < 2**64:
             raise InferError(Code.INVALID_ARG, f"parameter '{name:.80}' does not fit 64 bits")
         size += _byte_size(name) + (_byte_size(value) if isinstance(value, str) else 8)
-    if size > MAX_BYTES:
-        raise InferError(
-            Code.INVALID_ARG,
-            f"the parameters of a request have {size} bytes, at most {MAX_BYTES} are possible: send large values as an "
-            "input",
-        )
+    return size
 
 
 def is_reserved(name: str) -> bool:

@@ -18,6 +18,7 @@ from shm.layout import (
     CTAIL,
     DONE,
     FINAL,
+    GIVEN,
     LEDGER_CTAIL,
     MARK,
     NOTE_BYTES,
@@ -28,6 +29,7 @@ from shm.layout import (
     Geometry,
 )
 from shm.memory import map_words
+from shm.parameters import beside
 
 HOLD_NS = 200_000  # how long a sleeping client may be left asleep because its next requests are about to end
 
@@ -120,6 +122,9 @@ class Publisher:
     def _noted(self, request: Request, number: int) -> int:
         """Write the note beside completion `number`; the status word that says so."""
         start = self._geometry.notes * 8 + NOTE_BYTES * (number & self._geometry.completion_mask)
+        if request.parameters:
+            self._memory[start : start + NOTE_BYTES] = beside(request.note, request.parameters)
+            return request.code | FINAL | NOTED | GIVEN
         self._memory[start : start + NOTE_BYTES] = request.note.ljust(NOTE_BYTES, b"\0")
         return request.code | FINAL | NOTED
 

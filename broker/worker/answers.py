@@ -16,16 +16,18 @@ from typing import Any, final
 import numpy as np
 
 from broker.worker.binding import check_shape, serialized
+from broker.worker.given import packed
 from broker.worker.model import Instance, LoadedModel
 from broker.worker.plans import Bytes, Plan
 from broker.worker.response_statistics import CANCEL, EMPTY, FAIL, SUCCESS, ResponseClock
 from broker.worker.running import check_sizes
 from broker.worker.sequence import Sequence as SequenceRecord
-from broker.worker.stream import Arrays
+from broker.worker.stream import NOTHING, Arrays, Given
 from broker.worker.streams import CANCELLED, Streams
 from shm import datatypes, responses, statistics
 from shm.admission import Request, Verdict
 from shm.errors import Code, InferError
+from shm.parameters import beside
 from shm.responses import Extent
 from shm.worker_channel import WorkerChannel
 
@@ -103,7 +105,7 @@ class Answers:
         """As `Stream.computed`."""
         self._clock.computed(_now())
 
-    def send(self, outputs: Arrays | None, error: str | InferError, final: bool) -> None:
+    def send(self, outputs: Arrays | None, error: str | InferError, final: bool, parameters: Given = NOTHING) -> None:
         """As `Stream.send`."""
         self._streams.goes_on(self.request)
         if outputs is None and not error and not final:
@@ -123,7 +125,7 @@ class Answers:
                 failure = error if isinstance(error, InferError) else InferError(Code.INTERNAL, error)
                 self._fail(failure, final)
             elif outputs is not None:
-                self._respond(outputs, final)
+                self._respond(outputs, final, parameters)
             else:
                 self._clock.sent(EMPTY, _now())
                 self._end()
@@ -174,11 +176,14 @@ class Answers:
         if self._instance.model.closed is None:  # else its block may be another model's
             self._clock.sent(FAIL if error else CANCEL if outputs is None else SUCCESS, _now())
 
-    def _respond(self, outputs: Arrays, final: bool) -> None:
+    def _respond(self, outputs: Arrays, final: bool, parameters: Given) -> None:
         began = _now()
         data = self._serialized(outputs)
         extents = [None if each is None else Extent(shape, each.size) for each, shape in data]
         note = responses.pack(extents)
+        given = packed(self._instance.model.name, parameters)
+        if given:
+            beside(note, given)  # raises where there is no room
         count = responses.part_count(extents, self._rooms)
         copied = 0
         for part in range(count):
@@ -188,6 +193,7 @@ class Answers:
             copied += size
             self.request.copied += size
             self.request.note = note
+            self.request.give(given)
             if final and part == count - 1:
                 self._count_sent(copied, began)
                 self._end()
@@ -236,6 +242,7 @@ class Answers:
             self._patience = min(PATIENCE_NS, self._patience + PACE_NS)
             self.request.copied = 0  # each completion has its own
             self.request.note = b""  # an ending without one has no response
+            self.request.parameters = b""
         return number != 0
 
     def _wait(self, ready: Callable[[], bool]) -> bool:

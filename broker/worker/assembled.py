@@ -15,6 +15,7 @@ import numpy as np
 from broker.worker.assembly import Array, Assembly, Row, Shape, batch_input, name_sequence, scattered
 from broker.worker.backends import Binding, Operand
 from broker.worker.binding import deliver
+from broker.worker.given import said
 from broker.worker.model import Instance
 from broker.worker.plans import PlacedTensor, Plan
 from broker.worker.running import check_sizes, fail, run_watched
@@ -87,6 +88,7 @@ def _run_part(instance: Instance, assembly: Assembly, rows: list[Row], again: bo
         copied = _now()
         ran = run_watched(instance, binding.run, batch.total, copied)
         parts = batch.cut(binding.results())
+        given = said(instance.model, binding, rows) if instance.model.gives_parameters else None
     except Exception as error:
         for request in requests:
             if again:
@@ -100,7 +102,7 @@ def _run_part(instance: Instance, assembly: Assembly, rows: list[Row], again: bo
         if row is None:
             continue
         try:
-            batch.finish(row, at, parts)
+            batch.finish(row, at, parts, b"" if given is None else given[at])
             done.append(row)
         except Exception as error:
             fail(instance, row, error, began)
@@ -289,11 +291,15 @@ class _Batch:
             for at, length in enumerate(self._lengths):
                 parts[at] = padder.cut(name, parts[at], length, self._padded_to)
 
-    def finish(self, row: Request, at: int, parts: dict[str, list[Array]]) -> None:
-        """Deliver the row's outputs, then keep its sequence's states: an answer that failed changes nothing."""
+    def finish(self, row: Request, at: int, parts: dict[str, list[Array]], given: bytes) -> None:
+        """Deliver the row's outputs, then keep its sequence's states: an answer that failed changes nothing.
+
+        `given`: the parameters of its response, packed.
+        """
         plan, instance = row.plan, self._instance
         assert isinstance(plan, Plan)
         delivered = deliver(instance.model, row, plan.outputs, [parts[tensor.name][at] for tensor in plan.outputs])
+        row.give(given)
         instance.count_copy("output", delivered)
         row.copied += delivered
         if row.sequence is not None:

@@ -38,7 +38,13 @@ class Output(NamedTuple):
     data: bytes
 
 
-Response = tuple[Output, ...]
+class Response(NamedTuple):
+    """All outputs that were asked for. `parameters`: what the model gave beside them (`shm.parameters.pack`)."""
+
+    outputs: tuple[Output, ...]
+    parameters: bytes = b""
+
+
 Parameters = tuple[tuple[str, str, str], ...]  # of `shm.parameters.key_of`
 
 
@@ -120,4 +126,4 @@ class ResponseCache:
 
 
 def _size(response: Response) -> int:
-    return ENTRY_BYTES + sum(len(each.data) for each in response)
+    return ENTRY_BYTES + len(response.parameters) + sum(len(each.data) for each in response.outputs)

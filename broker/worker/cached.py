@@ -16,10 +16,11 @@ import time
 from collections.abc import Sequence
 from typing import final
 
-from broker.worker.cache import Input, Key, Output, Parameters, Response, ResponseCache, key_of
+from broker.worker.cache import Input, Key, Parameters, Response, ResponseCache, key_of
 from broker.worker.plans import Bytes, Plan
 from shm import statistics
 from shm.admission import Request
+from shm.parameters import fits_beside
 from shm.parameters import key_of as parameters_key
 
 _now = time.monotonic_ns
@@ -65,9 +66,7 @@ class Cached:
             block[statistics.COPIED + statistics.REASONS.index("cache")] += request.copied
         return True
 
-    def keep(
-        self, plan: Plan, rows: int, inputs: Sequence[Bytes], outputs: Sequence[Output], block: memoryview
-    ) -> None:
+    def keep(self, plan: Plan, rows: int, inputs: Sequence[Bytes], response: Response, block: memoryview) -> None:
         """After a run: `inputs` is the worker's copy of what the model has seen, in the plan's order.
 
         `block` is that of the instance which ran.
@@ -76,12 +75,11 @@ class Cached:
         given = [
             Input(t.name, t.datatype, t.shape_of(rows), data.data) for t, data in zip(plan.inputs, inputs, strict=True)
         ]
-        response = tuple(outputs)
         key = key_of(self._owner, given, (t.name for t in plan.outputs), _parameters(plan))
         if not self._cache.put(key, response) and not self._told:
             self._told = True
             model, version, _ = self._owner
-            size = sum(len(each.data) for each in response)
+            size = sum(len(each.data) for each in response.outputs)
             print(
                 f"model '{model}' version {version}: a response of {size} bytes is not cached, the cache has"
                 f" {self._cache.byte_size} (--cache-config local,size=…); others like it are not mentioned",
@@ -114,7 +112,7 @@ def _parameters(plan: Plan) -> Parameters:
 
 def _give(plan: Plan, request: Request, response: Response) -> bool:
     """Write the answer where the request wants it. False, and nothing is written, if it does not fit there."""
-    known = {each.name: each for each in response}
+    known = {each.name: each for each in response.outputs}
     note: list[int] = []
     for tensor in plan.outputs:
         output = known[tensor.name]
@@ -124,10 +122,14 @@ def _give(plan: Plan, request: Request, response: Response) -> bool:
             note.extend((len(output.shape), *output.shape))
         elif output.shape != tensor.shape_of(request.rows):
             return False
+    packed = struct.pack(f"<{len(note)}Q", *note)
+    if response.parameters and not fits_beside(packed, response.parameters):
+        return False
     request.channel.start((request,))  # from here on a death is this request's
     for tensor in plan.outputs:
         data = known[tensor.name].data
         tensor.memory(request.output_position)[: len(data)] = memoryview(data)
         request.copied += len(data)
-    request.note = struct.pack(f"<{len(note)}Q", *note)
+    request.note = packed
+    request.give(response.parameters)
     return True

@@ -22,7 +22,7 @@ from broker.worker.ensemble_memory import Value, fitted, private
 from broker.worker.ensemble_run import Run, Withdrawable
 from broker.worker.plans import Plan
 from broker.worker.running import check_sizes
-from broker.worker.stream import Arrays, Taker
+from broker.worker.stream import NOTHING, Arrays, Given, Taker
 from broker.worker.streams import Streams
 from shm import datatypes
 from shm.admission import Request, Verdict
@@ -294,8 +294,8 @@ class _StepTaker:
         self._lock = threading.Lock()
         self._ended = False
 
-    def send(self, outputs: Arrays | None, error: str | InferError, final: bool) -> None:
-        """A response is a branch, an error ends the ensemble's request, as in Triton."""
+    def send(self, outputs: Arrays | None, error: str | InferError, final: bool, parameters: Given = NOTHING) -> None:
+        """A response is a branch, an error ends the ensemble's request; parameters go nowhere. All as in Triton."""
         self._streams.goes_on(self._step)
         with self._lock:
             if self._ended:

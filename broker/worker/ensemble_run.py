@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from broker.worker.cache import Output
+from broker.worker.cache import Output, Response
 from broker.worker.ensemble_graph import Progress
 from broker.worker.ensemble_memory import Prepared, Value, fitted, not_fitting, of_client, private
 from broker.worker.ensemble_steps import Asked, plan_of, told
@@ -300,7 +300,8 @@ class Run(Withdrawable):
                 Output(tensor.name, shape, _bytes(value.region.bytes, value.offset, value.byte_size))
                 for tensor, value, shape in answers
             ]
-            cached.keep(plan, request.rows, self._copies, outputs, self._ensemble.model.instances[0].block)
+            response = Response(tuple(outputs))
+            cached.keep(plan, request.rows, self._copies, response, self._ensemble.model.instances[0].block)
 
     def _shape_of(self, tensor: PlacedTensor) -> tuple[int, ...]:
         """Of an output, as the client has it. Raises InferError if it does not fit where the client wants it."""

@@ -17,9 +17,10 @@ from broker.worker.assembly import Row
 from broker.worker.backends import Binding, Operand
 from broker.worker.binding import Execution, bind, client_shape, deliver, execution_of, remember, serialized
 from broker.worker.buffers import BatchBuffers
-from broker.worker.cache import Output
+from broker.worker.cache import Output, Response
 from broker.worker.decoupled import run_streams
 from broker.worker.gathered import gather, run_union
+from broker.worker.given import give
 from broker.worker.model import Instance
 from broker.worker.plans import Bytes, Plan
 from broker.worker.running import check_sizes, fail, neighbours, run_watched
@@ -102,11 +103,15 @@ def _run_execution(instance: Instance, request: Request, execution: Execution, b
     if execution.opens:
         results = execution.binding.results()
         delivered = deliver(instance.model, request, execution.opens, results)
+        if instance.model.gives_parameters:
+            give(instance.model, execution.binding, (request,))
         if instance.model.cached is not None:
             _keep(instance, request, [copy for copy, _, _ in execution.copies], results)
         instance.count_copy("output", delivered)
         request.copied += delivered
         ended = _now()
+    elif instance.model.gives_parameters:
+        give(instance.model, execution.binding, (request,))
     request.input_ns, request.infer_ns, request.output_ns = copied - began, ran - copied, ended - ran
     instance.count_batch(1, rows, request.queue_ns, request.input_ns, request.infer_ns, request.output_ns)
 
@@ -156,6 +161,8 @@ def _run_adjacent(
     rows = plan.rows * count
     took = run_watched(instance, execution.run, rows, began) - began
     execution.measured(took)
+    if instance.model.gives_parameters:
+        give(instance.model, execution.binding, sorted(requests, key=lambda request: request.input_position))
     queued = 0
     for request in requests:
         request.queue_ns = waited = now - request.arrival
@@ -173,6 +180,8 @@ def _run_gathered(instance: Instance, requests: list[Request], now: int) -> None
     ran = run_watched(instance, binding.run, rows, copied)
     results = binding.results()
     scattered = _scatter(instance, requests, buffers, results, rows)
+    if instance.model.gives_parameters:
+        give(instance.model, binding, requests)
     if instance.model.cached is not None:
         _keep_rows(instance, requests, buffers, results)
     ended = _now()
@@ -196,7 +205,7 @@ def _keep(
     kept = []
     for tensor, array in zip(plan.outputs, outputs, strict=True):
         kept.append(Output(tensor.name, client_shape(model, tensor, array), serialized(tensor, array).tobytes()))
-    model.cached.keep(plan, request.rows, inputs, kept, instance.block)
+    model.cached.keep(plan, request.rows, inputs, Response(tuple(kept), request.parameters), instance.block)
 
 
 def _keep_rows(
@@ -220,7 +229,7 @@ def _keep_rows(
             buffer[row * tensor.row_bytes : (row + rows) * tensor.row_bytes]
             for tensor, buffer in zip(plan.inputs, buffers.inputs, strict=True)
         ]
-        cached.keep(plan, rows, inputs, kept, instance.block)
+        cached.keep(plan, rows, inputs, Response(tuple(kept), request.parameters), instance.block)
         row += rows
 
 

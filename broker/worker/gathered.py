@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from broker.worker.backends import Binding, Operand
 from broker.worker.binding import client_shape, deliver, serialized
 from broker.worker.buffers import BatchBuffers
-from broker.worker.cache import Output
+from broker.worker.cache import Output, Response
+from broker.worker.given import said
 from broker.worker.model import Instance
 from broker.worker.plans import PlacedTensor, Plan
 from broker.worker.running import run_watched
@@ -51,12 +52,14 @@ def run_union(instance: Instance, requests: Sequence[Request], now: int) -> None
     for name, array in results.items():
         if array.ndim == 0 or array.shape[0] != rows:
             raise InferError(Code.INTERNAL, f"output '{name}' of a batch of {rows} rows has shape {array.shape}")
+    given = said(instance.model, binding, requests) if instance.model.gives_parameters else [b""] * len(requests)
     row = scattered = 0
-    for request in requests:
+    for request, parameters in zip(requests, given, strict=True):
         plan = request.plan
         assert isinstance(plan, Plan)
         arrays = [results[tensor.name][row : row + request.rows] for tensor in plan.outputs]
         delivered = deliver(instance.model, request, plan.outputs, arrays)
+        request.give(parameters)
         if instance.model.cached is not None:
             inputs = [
                 buffer[row * tensor.row_bytes : (row + request.rows) * tensor.row_bytes]
@@ -66,7 +69,8 @@ def run_union(instance: Instance, requests: Sequence[Request], now: int) -> None
                 Output(tensor.name, client_shape(instance.model, tensor, array), serialized(tensor, array).tobytes())
                 for tensor, array in zip(plan.outputs, arrays, strict=True)
             ]
-            instance.model.cached.keep(plan, request.rows, inputs, kept, instance.block)
+            response = Response(tuple(kept), parameters)
+            instance.model.cached.keep(plan, request.rows, inputs, response, instance.block)
         request.copied += delivered
         scattered += delivered
         row += request.rows

@@ -110,7 +110,10 @@ class Instance(Counted):
         """Have the runtime prepare a run of so many rows, with the hang watch on. What it takes is not measured."""
         self.begin(rows, time.monotonic_ns())
         try:
-            return backends.bind(self.runtime, inputs, outputs, parameters)
+            made = backends.bind(self.runtime, inputs, outputs, parameters)
+            if backends.gives_parameters(made):
+                self.model.give_parameters()
+            return made
         finally:
             self.end(rows, 0)
 
@@ -155,6 +158,7 @@ class LoadedModel:
         "files",
         "free",
         "generation",
+        "gives_parameters",
         "immediate",
         "in_order",
         "instances",
@@ -195,6 +199,7 @@ class LoadedModel:
         self.claims: tuple[Claim, ...] = ()  # of its instances; () when no rate limiter has a say
         self.ensemble: Ensemble | None = None
         self.reads_parameters = False  # of requests: only those with equal ones run together
+        self.gives_parameters = False  # with responses, as its first binding shows
         self.endings: Endings | None = None  # of sequences, if its backend is to be told
         self.pins = 0  # runs of ensembles that are going to use it, or are at it; under the model table's lock
         self.streams: Streams | None = None
@@ -312,6 +317,11 @@ class LoadedModel:
         self.cached = cached
         self.answers = True
         self.copied = frozenset(tensor.name for tensor in self.config.input)
+        self.alone = self.immediate = False
+
+    def give_parameters(self) -> None:
+        """Its responses have some: what runs at once is answered without a note. Before the first binding runs."""
+        self.gives_parameters = True
         self.alone = self.immediate = False
 
     def flush(self) -> None:

@@ -16,12 +16,14 @@ from shm.errors import Code, InferError
 from shm.parameters import Parameter
 
 Arrays = Mapping[str, npt.NDArray[Any]]
+Given = Mapping[str, Parameter]  # with a response
+NOTHING: Given = MappingProxyType({})
 
 
 class Taker(Protocol):
     """Who takes the responses of one request."""
 
-    def send(self, outputs: Arrays | None, error: str | InferError, final: bool) -> None:
+    def send(self, outputs: Arrays | None, error: str | InferError, final: bool, parameters: Given = NOTHING) -> None:
         """As `Stream.send`."""
 
     def fail(self, error: InferError) -> None:
@@ -88,12 +90,21 @@ class Stream:
         """For the statistics: the next response is computed, what the model does until it is sent is output."""
         self._answers.computed()
 
-    def send(self, outputs: Arrays | None = None, *, error: str | Exception = "", final: bool = False) -> None:
+    def send(
+        self,
+        outputs: Arrays | None = None,
+        *,
+        error: str | Exception = "",
+        final: bool = False,
+        parameters: Given | None = None,
+    ) -> None:
         """Send one response: `outputs`, or an error; `final`: the last one, which may also be empty. States of the
-        sequence among the outputs (`sequence_batching.state`) are kept for its next step instead.
+        sequence among the outputs (`sequence_batching.state`) are kept for its next step instead. `parameters`: of a
+        response with outputs, which need be no more than {}.
 
         Copies the arrays. Waits while the client has 16 responses unread, fewer of large ones. Raises InferError for
-        outputs that the model does not have or in another datatype, and after the final response.
+        outputs that the model does not have or in another datatype, for parameters that no response can have, and after
+        the final response.
         """
         if self._released:
             raise InferError(Code.INTERNAL, "Unable to send response. Response sender has been closed.")
@@ -101,13 +112,15 @@ class Stream:
             raise InferError(
                 Code.INVALID_ARG, f"a response maps the names of outputs to arrays, got {type(outputs).__name__}"
             )
+        if parameters and (outputs is None or error):
+            raise InferError(Code.INVALID_ARG, "parameters go with the outputs of a response, which it does not have")
         if outputs is not None and self._states is not None:
             outputs = self._states.take(outputs) or None
             if not (outputs or error or final):
                 return
         if isinstance(error, Exception) and not isinstance(error, InferError):
             error = InferError(Code.INTERNAL, described(error))
-        self._answers.send(outputs, error, final)
+        self._answers.send(outputs, error, final, parameters or NOTHING)
 
     def reschedule(self) -> None:
         """In place of a final response, before `execute` returns: run the request once more, when others had their

@@ -138,7 +138,7 @@ class _Ending:
         self.came = threading.Event()
         self.error: InferError | None = None
 
-    def send(self, outputs: object, error: str | InferError, final: bool) -> None:
+    def send(self, outputs: object, error: str | InferError, final: bool, parameters: object = None) -> None:
         """Nobody looks at what is sent but for errors."""
         if error:
             self.error = error if isinstance(error, InferError) else InferError(Code.INTERNAL, error)

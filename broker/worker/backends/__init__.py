@@ -12,7 +12,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeGuard, final
 
@@ -96,6 +96,13 @@ class ReadsParameters(Protocol):
 
     def bind(self, inputs: list[Operand], outputs: list[Operand], parameters: Mapping[str, Parameter]) -> Binding:
         """As `RuntimeModel.bind`. `parameters`: {} for a request without any."""
+
+
+class GivesParameters(Binding, Protocol):
+    """A binding whose responses have parameters (`shm.parameters`)."""
+
+    def response_parameters(self) -> Mapping[str, Parameter] | Sequence[Mapping[str, Parameter]] | None:
+        """Those of the latest `run`: of every response of it, or a list with those of each row of the batch."""
 
 
 class GpuBinding(Binding, Protocol):
@@ -192,6 +199,11 @@ def reads_parameters(runtime: RuntimeModel) -> TypeGuard[ReadsParameters]:
         return "parameters" in inspect.signature(runtime.bind).parameters
     except (TypeError, ValueError):  # of an extension module, which says nothing
         return False
+
+
+def gives_parameters(binding: Binding) -> TypeGuard[GivesParameters]:
+    """Do its responses have parameters?"""
+    return hasattr(binding, "response_parameters")
 
 
 def bind(
