@@ -8,7 +8,7 @@ from typing import Final
 
 from broker.gateway import correlation
 from broker.gateway.classification import classify
-from broker.gateway.kserve import DECOUPLED, InferRequest, InferResponse, OutputTensor, Parameter
+from broker.gateway.kserve import DECOUPLED, InferRequest, InferResponse, OutputTensor
 from broker.gateway.plan_cache import Entry
 from broker.gateway.regions import Alias
 from broker.gateway.timeouts import EXPIRED
@@ -46,7 +46,7 @@ def response_of(entry: Entry, request: InferRequest, result: InferResult) -> Inf
             outputs.append(OutputTensor(name, "BYTES", shape, data))
         else:
             outputs.append(OutputTensor(name, datatype, shape, result[name].data))
-    parameters: dict[str, Parameter] = {}
+    parameters = dict(result.parameters)
     if entry.ensemble and request.sequence_id:  # as in Triton, which says it of no other model
         parameters = {
             "sequence_id": request.sequence_id,

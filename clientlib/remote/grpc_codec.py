@@ -141,8 +141,19 @@ def decode_infer(reply: Any) -> InferAnswer:
         [
             OutputTensor(tensor.name, tensor.datatype, tuple(tensor.shape), data)
             for tensor, data in zip(reply.outputs, raw, strict=True)
-        ]
+        ],
+        parameters=_said(reply.parameters),
     )
+
+
+def _said(parameters: Any) -> dict[str, Parameter]:
+    """Parameters of an answer; those of a kind that is not known are left out."""
+    found = {}
+    for name, parameter in parameters.items():
+        choice = parameter.WhichOneof("parameter_choice")
+        if choice is not None:
+            found[name] = getattr(parameter, choice)
+    return found
 
 
 def error_of(address: Address, number: int, text: str, word: Word | None) -> InferError:
@@ -187,6 +198,8 @@ def _config(reply: Any) -> dict[str, Any]:
         "name": config.name,
         "max_batch_size": config.max_batch_size,
         "model_transaction_policy": {"decoupled": config.model_transaction_policy.decoupled},
+        "input": [{"name": each.name, "optional": each.optional} for each in config.input],
+        "parameters": {name: {"string_value": each.string_value} for name, each in config.parameters.items()},
     }
 
 
@@ -198,8 +211,6 @@ def _durations(statistics: Any, names: tuple[str, ...]) -> dict[str, dict[str, i
     return {name: _duration(getattr(statistics, name)) for name in names}
 
 
-        "input": [{"name": each.name, "optional": each.optional} for each in config.input],
-        "parameters": {name: {"string_value": each.string_value} for name, each in config.parameters.items()},
 _COMPUTE = ("compute_input", "compute_infer", "compute_output")
 _INFER = ("success", "fail", "queue", *_COMPUTE, "cache_hit", "cache_miss")
 _RESPONSE = ("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel")

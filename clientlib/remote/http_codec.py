@@ -20,6 +20,7 @@ from clientlib.remote import details, transport
 from clientlib.remote.transport import Buffer, InferAnswer, InferRequest, OutputTensor, Word
 from shm.errors import Code, InferError
 from shm.message_values import IndexEntry, ModelMetadata, TensorMetadata
+from shm.parameters import Parameter
 
 T = TypeVar("T")
 HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -117,15 +118,16 @@ def encode_infer(address: Address, request: InferRequest) -> HttpCall:
     return HttpCall("POST", path, parts, headers, _nothing, repeatable=False)
 
 
-def decode_head(header: bytes) -> list[tuple[OutputTensor, int]]:
-    """The outputs that an answer's JSON describes, and the bytes that follow it for each."""
+def decode_head(header: bytes) -> tuple[list[tuple[OutputTensor, int]], dict[str, Parameter]]:
+    """The outputs that an answer's JSON describes, with the bytes that follow it for each; and its parameters."""
     outputs = []
-    for entry in _convert(_object(header), _Answer).outputs:
+    answer = _convert(_object(header), _Answer)
+    for entry in answer.outputs:
         size = entry.parameters.binary_data_size
         if size < 0:
             raise InferError(Code.INTERNAL, f"the server's answer has no binary data for output '{entry.name}'")
         outputs.append((OutputTensor(entry.name, entry.datatype, entry.shape, None), size))
-    return outputs
+    return outputs, {name: v for name, v in answer.parameters.items() if isinstance(v, bool | int | float | str)}
 
 
 def header_length(value: str | None, body_length: int) -> int:
@@ -140,13 +142,14 @@ def decode_infer(value: str | None, body: bytes) -> InferAnswer:
     """The answer of a body that was read in one piece; `value` is its Inference-Header-Content-Length."""
     view = memoryview(body)
     position = header_length(value, len(body))
+    described, parameters = decode_head(bytes(view[:position]))
     outputs = []
-    for tensor, size in decode_head(bytes(view[:position])):
+    for tensor, size in described:
         tensor.data = view[position : position + size]
         position += size
         outputs.append(tensor)
     check_end(position, len(body))
-    return InferAnswer(outputs)
+    return InferAnswer(outputs, parameters=parameters)
 
 
 def check_end(position: int, body_length: int) -> None:
@@ -233,6 +236,7 @@ class _Output(msgspec.Struct):
 
 class _Answer(msgspec.Struct):
     outputs: list[_Output] = []
+    parameters: dict[str, object] = {}
 
 
 class _Metadata(msgspec.Struct):

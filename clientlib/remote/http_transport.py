@@ -169,8 +169,9 @@ def _answer(response: http.client.HTTPResponse, flight: Flight, deadline: float)
     if length is None:  # chunked, by a proxy
         return http_codec.decode_infer(response.headers.get(HEADER_LENGTH), response.read())
     position = http_codec.header_length(response.headers.get(HEADER_LENGTH), length)
+    described, parameters = http_codec.decode_head(response.read(position))
     outputs = []
-    for tensor, size in http_codec.decode_head(response.read(position)):
+    for tensor, size in described:
         position += size
         if position > length:
             break
@@ -184,4 +185,4 @@ def _answer(response: http.client.HTTPResponse, flight: Flight, deadline: float)
         tensor.data = data
         outputs.append(tensor)
     http_codec.check_end(position, length)
-    return InferAnswer(outputs)
+    return InferAnswer(outputs, parameters=parameters)

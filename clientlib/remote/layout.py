@@ -22,6 +22,7 @@ from shm import datatypes, views
 from shm.datatypes import BYTES
 from shm.errors import Code, InferError
 from shm.messages import TensorSpec
+from shm.parameters import encoded, is_reserved
 from shm.views import Placement
 
 Array = npt.NDArray[Any]
@@ -143,7 +144,9 @@ class Layout:
             if tensor.data is not None:
                 copied += len(tensor.data)
             arrays[tensor.name] = _own(tensor) if ref is None else _placed(tensor, ref, at.output_slot)
-        return InferResult(arrays, (0, 0, 0, *answer.timing, copied))
+        entry = (0, 0, 0, *answer.timing, copied)
+        given = {name: value for name, value in answer.parameters.items() if not is_reserved(name)}
+        return InferResult(arrays, (*entry, encoded(given)) if given else entry)
 
     def failure(self, error: InferError) -> InferError:
         """A request's error, with the code that it has everywhere: on Triton's wires this one has another."""

@@ -180,11 +180,15 @@ class OutputTensor:
 @final
 @dataclass(slots=True)
 class InferAnswer:
-    """`timing` (queue, input, infer, output ns) and `copied` (bytes): what the server did, as far as the wire tells."""
+    """`timing` (queue, input, infer, output ns) and `copied` (bytes): what the server did, as far as the wire tells.
+
+    `parameters`: what the model said beside the outputs.
+    """
 
     outputs: list[OutputTensor] = field(default_factory=list)
     timing: tuple[int, int, int, int] = (0, 0, 0, 0)
     copied: int = 0
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
 
 Ended = Callable[[InferAnswer | InferError], None]

@@ -121,7 +121,8 @@ def _bytes(data: Buffer) -> memoryview:
 def infer_answer(reply: wire.GatewayMessage) -> InferAnswer | InferError:
     """How an inference ended."""
     if isinstance(reply, wire.Result):
-        return InferAnswer([OutputTensor(y.name, y.datatype, y.shape, y.data) for y in reply.outputs])
+        outputs = [OutputTensor(y.name, y.datatype, y.shape, y.data) for y in reply.outputs]
+        return InferAnswer(outputs, parameters=reply.parameters)
     return error_of(reply)
 
 
