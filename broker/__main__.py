@@ -9,6 +9,7 @@ from importlib.metadata import version
 from broker.flags import UsageError
 from broker.logs import drop_stdout
 from broker.options import Parser, parse_serve
+from broker.trace_flags import check_file
 
 USAGE = """usage: tensorbroker COMMAND …
 
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _serve(arguments: list[str]) -> int:
     options = parse_serve(arguments)
+    check_file(options.trace)
     from broker.server import serve  # the other commands do without the broker's parts
 
     return serve(options)

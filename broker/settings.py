@@ -7,6 +7,7 @@ nothing. Names that Triton does not know are ignored, as it does. Gateways are t
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, final
@@ -110,8 +111,24 @@ class TraceState:
             return
         reason = "sample rate must be non-zero" if settings["trace_rate"] == "0" else ""
         reason = reason or ("" if self._trace_file else "trace file name is not given")
+        reason = reason or unwritable(self._trace_file)
         if reason:
             raise InferError(Code.INVALID_ARG, f"Attempting to set invalid trace setting :{reason}")
+
+
+def unwritable(path: str) -> str:
+    """Why traces cannot be written to `path`, or to files beside it; "" if they can be."""
+    directory = os.path.dirname(path) or "."
+    try:
+        if os.path.lexists(path):
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY))
+        elif not os.path.isdir(directory):
+            return f"trace file '{path}' cannot be written: there is no directory '{directory}'"
+        elif not os.access(directory, os.W_OK | os.X_OK):
+            return f"trace file '{path}' cannot be written: no file may be made in '{directory}'"
+    except (OSError, ValueError) as error:
+        return f"trace file '{path}' cannot be written: {getattr(error, 'strerror', None) or error}"
+    return ""
 
 
 def _single(name: str, value: str | Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from broker.flags import Given, UsageError, integer
+from broker.settings import unwritable
 
 _LEVELS = {
     **dict.fromkeys(("false", "off"), "OFF"),
@@ -61,6 +62,13 @@ def trace_options(given: Given) -> TraceOptions:
     if levels:
         settings["trace_level"] = ["OFF"] if "OFF" in levels else sorted(set(levels), reverse=True)  # Triton's order
     return TraceOptions(file, settings, frozenset(without_effect))
+
+
+def check_file(options: TraceOptions) -> None:
+    """Raises UsageError for a file that cannot be written although traces are wanted from the start."""
+    wanted = options.settings.get("trace_level", ["OFF"]) != ["OFF"]
+    if wanted and options.file and (reason := unwritable(options.file)):
+        raise UsageError(reason)
 
 
 def _parse(argument: str) -> tuple[str, str, str]:

@@ -55,6 +55,7 @@ def trace_update(settings: Any) -> dict[str, str | list[str] | None]:
     """What is to be changed; None, which gRPC sends as no values, clears to the global value."""
     if "trace_file" in settings:
         raise rules.file_is_fixed("trace")
+    rules.report_ignored(settings, settings["trace_level"].value if "trace_level" in settings else ())
     update: dict[str, str | list[str] | None] = {}
     if "trace_level" in settings:
         update["trace_level"] = list(settings["trace_level"].value) or None

@@ -64,10 +64,14 @@ def trace_update(document: Any) -> dict[str, str | list[str] | None]:
     if find(document, "trace_file") is not MISSING:
         raise rules.file_is_fixed("trace")
     update: dict[str, str | list[str] | None] = {}
+    named: list[str] = []
     if (levels := find(document, "trace_level")) is None:
         update["trace_level"] = None
-    elif levels is not MISSING and (known := rules.levels([as_string(level) for level in as_array(levels)])):
-        update["trace_level"] = known
+    elif levels is not MISSING:
+        named = [as_string(level) for level in as_array(levels)]
+        if known := rules.levels(named):
+            update["trace_level"] = known
+    rules.report_ignored(document if isinstance(document, dict) else (), named)
     for name in rules.NUMBERS:
         if (value := find(document, name)) is None:
             update[name] = None

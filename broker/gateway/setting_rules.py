@@ -5,8 +5,9 @@ Used by `broker.settings`, which keeps the settings, and by the front ends, whic
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Literal
 
 from shm.errors import Code, InferError
@@ -29,6 +30,9 @@ NUMBERS: Final[Mapping[str, tuple[int, int]]] = {
     "trace_count": (-1, MAX_INT32),
     "log_frequency": (0, 2**32 - 1),
 }
+TRACE_NAMES: Final = ("trace_level", *NUMBERS)
+MAX_SHOWN, MAX_SHOWN_NAMES = 64, 8  # characters of a name, and names, that a warning quotes
+_log = logging.getLogger(__name__)
 _INTEGER: Final = re.compile(r"\s*([+-]?[0-9]+)", re.ASCII)  # what C's parser takes, whatever follows
 
 
@@ -55,6 +59,20 @@ def check_log(settings: Mapping[str, object]) -> None:
     style = settings.get("log_format", LOG_FORMATS[0])
     if style not in LOG_FORMATS:
         raise _invalid(f"invalid argument for log_format, got: {style}")
+
+
+def report_ignored(names: Iterable[str], level_names: Iterable[str] = ()) -> None:
+    """Trace settings and levels that there are not change nothing, as in Triton: a warning in the log names them."""
+    unknown = [name for name in names if name not in TRACE_NAMES]
+    if unknown:
+        _log.warning("trace settings that there are not were ignored: %s; there are %s", _few(unknown), TRACE_NAMES)
+    unknown = [name for name in level_names if name not in (OFF, *LEVELS)]
+    if unknown:
+        _log.warning("trace levels that there are not were ignored: %s; there are %s", _few(unknown), (OFF, *LEVELS))
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(repr(name[:MAX_SHOWN]) for name in names[:MAX_SHOWN_NAMES])
 
 
 def levels(names: Sequence[str]) -> list[str]:

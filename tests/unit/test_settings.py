@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from broker.flags import UsageError
+from broker.gateway.http_settings import trace_update
 from broker.gateway.options import LogOptions
 from broker.settings import LogState, TraceState
+from broker.trace_flags import TraceOptions, check_file
 from shm.errors import InferError
 
 TRACE = {
@@ -99,6 +104,34 @@ def test_trace_levels_come_in_tritons_order_and_unknown_ones_are_ignored() -> No
         "TENSORS",
     ]
     assert state.update("", {"trace_level": ["MIN"], "unknown": "1"})["trace_level"] == ["TIMESTAMPS", "TENSORS"]
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [("missing/t", "there is no directory '{}/missing'"), ("", "Is a directory"), ("file/t", "no directory '{}/file'")],
+)
+def test_a_trace_file_that_cannot_be_written_is_refused(tmp_path: Path, path: str, reason: str) -> None:
+    (tmp_path / "file").touch()
+    state = TraceState(f"{tmp_path}/{path}")
+    state.update("", {"trace_rate": "1"})
+    for model in ("", "m"):
+        with pytest.raises(InferError) as refusal:
+            state.update(model, {"trace_level": ["TIMESTAMPS"]})
+        assert refusal.value.message.startswith("Attempting to set invalid trace setting :trace file '")
+        assert reason.format(tmp_path) in refusal.value.message
+        assert state.of(model)["trace_level"] == ["OFF"]
+    with pytest.raises(UsageError, match="cannot be written"):
+        check_file(TraceOptions(f"{tmp_path}/{path}", {"trace_level": ["TIMESTAMPS"]}, frozenset()))
+    check_file(TraceOptions(f"{tmp_path}/t", {"trace_level": ["TIMESTAMPS"]}, frozenset()))
+    assert not Path(tmp_path, "t").exists()
+
+
+def test_what_is_ignored_as_in_triton_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    assert trace_update({"trace_levels": ["TIMESTAMPS"], "trace_level": ["TIMESTAMP", "TENSORS"]}) == {
+        "trace_level": ["TENSORS"]
+    }
+    assert "settings that there are not were ignored: 'trace_levels'; there are ('trace_level'" in caplog.text
+    assert "levels that there are not were ignored: 'TIMESTAMP'; there are ('OFF'" in caplog.text
 
 
 @pytest.mark.parametrize(
