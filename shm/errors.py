@@ -12,7 +12,8 @@ A `TimeoutError` (built in) is raised only by `Pending.result(timeout=…)`, whe
 from __future__ import annotations
 
 import enum
-from typing import final
+import re
+from typing import NamedTuple, final
 
 
 @final
@@ -80,3 +81,44 @@ class ProtocolError(InferError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.message,))
+
+
+@final
+class TooSmall(NamedTuple):
+    """An output that did not fit where it was to lie, and how many bytes it has."""
+
+    output: str
+    byte_size: int
+
+
+_TOO_SMALL = re.compile(r"output '(.+?)' \(\d+ bytes\) should be at least (\d+) bytes")
+
+
+def too_small(output: str, room: int, byte_size: int) -> str:
+    """Triton's text for a result of `byte_size` bytes with `room` bytes for it. `output` is named with its model if
+    that is known: "output 'y'", "output 'y' for model 'm'".
+    """
+    return (
+        f"shared memory size specified with the request for {output} ({room} bytes) should be at least {byte_size} "
+        "bytes to hold the results"
+    )
+
+
+def is_too_small(text: str) -> TooSmall | None:
+    """What `too_small` was asked to say, of an output alone."""
+    match = _TOO_SMALL.search(text)
+    return TooSmall(match[1], int(match[2])) if match else None
+
+
+def described(error: BaseException) -> str:
+    """An exception that is no `InferError` as users read it, even if its own `__str__` fails."""
+    try:
+        text = str(error).strip()
+    except Exception:
+        text = "its text cannot be had, its __str__ failed"
+    return f"{type(error).__name__}: {text}"
+
+
+def as_infer_error(error: Exception) -> InferError:
+    """`error`, or INTERNAL with its description."""
+    return error if isinstance(error, InferError) else InferError(Code.INTERNAL, described(error))
