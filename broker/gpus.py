@@ -65,18 +65,24 @@ class Gpus:
         """`request` with the GPUs there are, for the loader."""
         status = await self.look()
         usable = tuple(device.ordinal for device in status.devices if device.compute_capability >= LEAST)
-        return replace(request, gpus=usable, no_gpus=_reason(status), on_cpu=_without_gpu())
+        return replace(request, gpus=usable, no_gpus=self.reason(), on_cpu=_without_gpu())
 
     def uuid(self, ordinal: int) -> str:
         """Of GPU `ordinal`. Raises InferError UNAVAILABLE when there is none."""
         for device in self.status.devices:
             if device.ordinal == ordinal:
                 return device.uuid
-        raise InferError(Code.UNAVAILABLE, f"there is no GPU {ordinal}: {_reason(self.status)}")
+        raise InferError(Code.UNAVAILABLE, f"there is no GPU {ordinal}: {self.reason()}")
 
     def uuids(self) -> tuple[str, ...]:
         """Of all GPUs."""
         return tuple(device.uuid for device in self.status.devices)
+
+    def reason(self) -> str:
+        """Why there is no (other) GPU."""
+        if self.status.kind == "ok":
+            return f"the broker sees {len(self.status.devices)} (CUDA_VISIBLE_DEVICES)"
+        return f"CUDA is not available: {self.status.text}"
 
     def facts(self) -> dict[str, Any]:
         """For the status page: `state` is "ok" or what is wrong, `reason` says more; sizes in bytes."""
@@ -128,13 +134,6 @@ def _tell(status: Status) -> None:
         )
         if device.compute_capability < LEAST:
             _log.warning("GPU %d runs no models: they need a compute capability of %d.%d", device.ordinal, *LEAST)
-
-
-def _reason(status: Status) -> str:
-    """Why there is no (other) GPU."""
-    if status.kind == "ok":
-        return f"the broker sees {len(status.devices)} (CUDA_VISIBLE_DEVICES)"
-    return f"CUDA is not available: {status.text}"
 
 
 def _without_gpu() -> tuple[str, ...]:

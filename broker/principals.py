@@ -24,7 +24,7 @@ from typing import final
 from broker.records import Peer, RegionEntry, record
 from broker.registry import Registry
 from shm import regions
-from shm.cuda.descriptor import LEGACY, CudaMemory
+from shm.cuda.descriptor import HANDLE_SIZE, LEGACY, CudaMemory
 from shm.errors import Code, InferError
 from shm.message_values import Principal, RegionRecord
 
@@ -101,7 +101,10 @@ class Principals:
         """
         peer = self._peer(principal)
         try:
-            memory = _memory(name, handle, ordinal, byte_size, self._registry.cuda_devices())
+            devices = self._registry.cuda_devices()
+            if not devices:
+                raise _no_gpu(name, handle, self._registry.cuda_reason())
+            memory = _memory(name, handle, ordinal, byte_size, devices)
             entry = self._registry.register_cuda(peer, name, memory, writable=True)
             entry.key = str(ordinal)
             await self._open_cuda(entry)
@@ -215,14 +218,20 @@ def _in_tritons_words(error: InferError) -> InferError:
     return error
 
 
+def _no_gpu(name: str, handle: bytes, reason: str) -> InferError:
+    """Triton's two texts for it, and why there is none."""
+    if len(handle) != HANDLE_SIZE:
+        return InferError(Code.INVALID_ARG, f"failed to register shared memory region: invalid args: {reason}")
+    return InferError(
+        Code.INVALID_ARG,
+        f"failed to register CUDA shared memory region: '{name}', GPUs not supported: {reason}",
+    )
+
+
 def _memory(name: str, handle: bytes, ordinal: int, byte_size: int, devices: Sequence[str]) -> CudaMemory:
     """What such a registration means. `devices`: UUIDs. Raises InferError with Triton's texts."""
-    if not devices:
-        raise InferError(
-            Code.INVALID_ARG,
-            f"failed to register CUDA shared memory region: '{name}', GPUs not supported: the broker sees none "
-            "(`tensorbroker status` says why)",
-        )
+    if len(handle) != HANDLE_SIZE:
+        raise InferError(Code.INVALID_ARG, "failed to register shared memory region: invalid args")
     if ordinal >= len(devices):
         raise _invalid(name, f"the broker's GPUs are 0 to {len(devices) - 1}, it is said to be on {ordinal}")
     if not byte_size:

@@ -59,6 +59,7 @@ class Registry:
     def __init__(self, quota: Quota) -> None:
         self.quota = quota
         self.cuda_devices: Callable[[], Sequence[str]] = tuple  # UUIDs of the GPUs, in the broker's order
+        self.cuda_reason: Callable[[], str] = str  # why there are no (more) of them
         self._names: dict[int, dict[str, RegionEntry]] = {}
         self._tokens: dict[str, RegionEntry] = {}
         self._draining: dict[int, RegionEntry] = {}  # by generation

@@ -92,7 +92,7 @@ class Server:
         )
         quota = _quota(options)
         self._registry = Registry(quota)
-        self._registry.cuda_devices = self._gpus.uuids
+        self._registry.cuda_devices, self._registry.cuda_reason = self._gpus.uuids, self._gpus.reason
         plans = Plans(self._models, self._registry)
         self._channels = Channels(self._workers.of, quota)
         status = self._status(epoch, version, plans, blocks)

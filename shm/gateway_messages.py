@@ -56,11 +56,14 @@ class RegisterFor(Message, frozen=True, kw_only=True, tag=True):
 
 
 class RegisterCudaFor(Message, frozen=True, kw_only=True, tag=True):
-    """GPU memory by its cudaIpcMemHandle_t. `ordinal`: the broker's own number of the GPU, from 0."""
+    """GPU memory by its cudaIpcMemHandle_t. `ordinal`: the broker's own number of the GPU, from 0.
+
+    A handle that has not 64 bytes is refused; by the broker, which knows whether there is a GPU at all.
+    """
 
     principal: Principal
     name: Name
-    handle: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
+    handle: Annotated[bytes, msgspec.Meta(max_length=65)]
     ordinal: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
     byte_size: Size
 

@@ -154,6 +154,12 @@ def test_cuda_memory_is_registered_for_the_principal(client):
     assert client.asked == [RegisterCudaFor(principal=MINE, name="r", handle=b"h" * 64, ordinal=1, byte_size=64)]
 
 
+def test_a_handle_of_another_length_is_the_brokers_to_refuse(client):
+    for length in (0, 63, 65, 10_000):
+        asyncio.run(RegionCache(client).register_cuda(LOCAL, "r", bytes(length), 0, 64))
+    assert [len(asked.handle) for asked in client.asked] == [0, 63, 65, 65]
+
+
 @pytest.mark.parametrize(
     ("name", "length", "device", "byte_size", "text"),
     [

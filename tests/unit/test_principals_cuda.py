@@ -30,6 +30,7 @@ async def opened(entry: RegionEntry) -> None:
 def made(open_cuda: Open = opened, gpus: tuple[str, ...] = GPUS, limit: int = 4 * BYTES) -> tuple[Registry, Principals]:
     registry = Registry(Quota(1 << 20, cuda_limit=limit))
     registry.cuda_devices = lambda: gpus
+    registry.cuda_reason = lambda: "no driver"
     return registry, Principals(registry, open_cuda)
 
 
@@ -69,7 +70,7 @@ def test_an_ordinal_is_the_brokers_and_a_gateways_alias_is_the_same_memory_of_th
     [
         (GPUS, 2, BYTES, "failed to register shared memory region: invalid args"),
         (GPUS, 0, 0, "failed to register shared memory region 'r': invalid args"),
-        ((), 0, BYTES, "failed to register CUDA shared memory region: 'r', GPUs not supported: the broker sees none"),
+        ((), 0, BYTES, "failed to register CUDA shared memory region: 'r', GPUs not supported: no driver"),
     ],
 )
 def test_what_no_worker_is_asked_for(gpus: tuple[str, ...], ordinal: int, byte_size: int, text: str) -> None:
@@ -79,7 +80,20 @@ def test_what_no_worker_is_asked_for(gpus: tuple[str, ...], ordinal: int, byte_s
     registry, principals = made(unasked, gpus)
     with pytest.raises(InferError) as raised:
         asyncio.run(principals.register_cuda(ME, "r", HANDLE, ordinal, byte_size))
-    assert (raised.value.code, raised.value.message.partition(" (")[0]) == ("INVALID_ARG", text)
+    assert (raised.value.code, raised.value.message) == ("INVALID_ARG", text)
+    assert (len(principals), list(registry)) == (0, [])
+
+
+@pytest.mark.parametrize(("gpus", "why"), [(GPUS, ""), ((), ": no driver")])
+def test_a_handle_of_another_length(gpus: tuple[str, ...], why: str) -> None:
+    async def unasked(entry: RegionEntry) -> None:
+        raise AssertionError(entry)
+
+    registry, principals = made(unasked, gpus)
+    for handle in (b"", b"h", HANDLE + b"h"):
+        with pytest.raises(InferError) as raised:
+            asyncio.run(principals.register_cuda(ME, "r", handle, 0, BYTES))
+        assert raised.value.message == f"failed to register shared memory region: invalid args{why}"
     assert (len(principals), list(registry)) == (0, [])
 
 
