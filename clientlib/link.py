@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, final
 
 from clientlib.homes import Homes
 from clientlib.layout import Layout
+from clientlib.load import Load
 from clientlib.recipe import Recipe
 from shm import messages
 from shm.client_channel import ClientChannel
@@ -72,6 +73,7 @@ class Link(Generic[L]):
         self.session = session
         self.lanes = lanes
         self.homes = homes if homes is not None else Homes()
+        self.load = Load(lanes)
         self._lose = lose
 
     def channel_gone(self) -> None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import time
 from typing import Generic, final
 
-from clientlib.link import Bound, L, Lanes, Link, Prepared
+from clientlib.link import Bound, L, Link, Prepared
+from clientlib.load import AtWorker
 from clientlib.submission import Route
+from shm.costs import cost_ns
 
-HALF_NS = 1_000_000_000  # what was measured counts half after so long: a worker that was slow once is tried again
-LEAST_NS = 1_000  # that a request is taken to last, so that many do not go at once to a worker that nothing is known of
 AGAIN_NS = 1_000_000_000  # between two tries to reach a worker that was not up
 
 _now_ns = time.monotonic_ns
@@ -24,26 +24,13 @@ _now_ns = time.monotonic_ns
 class Spread(Generic[L]):
     """A plan's bindings, by worker. Used by the thread or loop that it was made for."""
 
-    __slots__ = (
-        "_homes",
-        "_lanes",
-        "_model",
-        "_moves",
-        "_tried_ns",
-        "_turn",
-        "_used",
-        "bounds",
-        "link",
-        "prepared",
-        "workers",
-    )
+    __slots__ = ("_homes", "_load", "_model", "_tried_ns", "_turn", "_used", "bounds", "link", "prepared", "workers")
 
     def __init__(self, model: str, link: Link[L], prepared: Prepared[L]) -> None:
         self._model = model
         self._homes = link.homes
-        self._lanes: Lanes[L] = link.lanes
+        self._load = link.load
         self._used: dict[str, int] = {}  # when a request was last sent there
-        self._moves: dict[str, tuple[int, int]] = {}  # completions so far, and when they were found to have changed
         self._turn = 0
         self._tried_ns = _now_ns()
         self.link = link
@@ -55,12 +42,10 @@ class Spread(Generic[L]):
         """The worker for a request. It may have no binding yet if the request is a step of a sequence."""
         sequence_id, start, end = route
         if not sequence_id:
-            home = self._freest()[0]
-            self._used[home] = _now_ns()
-            return home
+            return self._freest()
         homes, workers = self._homes, self.workers
         if start:
-            home = homes.begin(self._model, sequence_id, workers, self._freest())
+            home = homes.begin(self._model, sequence_id, workers, self._by_cost())
         else:
             home = homes.find(self._model, sequence_id, workers)
         if end:
@@ -78,27 +63,38 @@ class Spread(Generic[L]):
         self._tried_ns = _now_ns()
         return True
 
-    def _freest(self) -> list[str]:
-        """The workers that are up, the one with the least to do first; where none is, all: any is waited for."""
-        up = [worker for worker, bound in self.bounds.items() if not bound.channel.away] or list(self.bounds)
+    def _freest(self) -> str:
+        """The worker with the least to do, of those that are up; where none is, of all: any is waited for."""
+        now = _now_ns()
+        load = self._load.look(now)
+        bounds = list(self.bounds.items())
         self._turn += 1  # of workers that are equal now this one, now that
-        at, now = self._turn % len(up), _now_ns()
-        return sorted((*up[at:], *up[:at]), key=lambda worker: self._cost(worker, now))
+        at = self._turn % len(bounds)
+        least, home = -1, ""
+        for worker, bound in bounds[at:] + bounds[:at]:
+            if not bound.channel.away:
+                cost = self._cost(worker, bound, load, now)
+                if not home or cost < least:
+                    least, home = cost, worker
+        home = home or self._by_cost()[0]
+        self._used[home] = now
+        if home in load:
+            load[home].outstanding += 1  # this one, for whoever is next to look at the same count
+        return home
 
-    def _cost(self, worker: str, now: int) -> int:
+    def _by_cost(self) -> list[str]:
+        """The workers that are up, the one with the least to do first; where none is, all."""
+        up = [worker for worker, bound in self.bounds.items() if not bound.channel.away] or list(self.bounds)
+        self._turn += 1
+        at, now = self._turn % len(up), _now_ns()
+        load = self._load.look(now)
+        return sorted((*up[at:], *up[:at]), key=lambda worker: self._cost(worker, self.bounds[worker], load, now))
+
+    def _cost(self, worker: str, bound: Bound[L], load: dict[str, AtWorker], now: int) -> int:
         """How long (ns) a request would be there, roughly."""
         idle_ns = now - self._used.get(worker, now)
-        outstanding, stuck_ns = self._look(worker, now)
-        took_ns = self.bounds[worker].channel.took >> min(idle_ns // HALF_NS, 62)
-        return (outstanding + 1) * max(took_ns, stuck_ns, LEAST_NS)
-
-    def _look(self, worker: str, now: int) -> tuple[int, int]:
-        """Requests of this process there, whatever thread sent them, and for how long (ns) none of them has ended."""
-        channels = [lane.channel for lane in self._lanes.all() if lane.worker == worker]
-        outstanding = sum(channel.outstanding for channel in channels)
-        completed = sum(channel.completed for channel in channels)
-        before, since = self._moves.get(worker, (-1, now))
-        if not outstanding or completed != before:
-            self._moves[worker] = completed, now
-            return outstanding, 0
-        return outstanding, now - since
+        there = load.get(worker)
+        if there is None:
+            return cost_ns(0, bound.channel.took, idle_ns, 0)
+        stuck_ns = now - there.since if there.outstanding else 0
+        return cost_ns(there.outstanding, bound.channel.took, idle_ns, stuck_ns)

@@ -1,0 +1,18 @@
+"""How long a request would take at one of several workers that serve its model, as far as its sender sees.
+
+Used by clients (`clientlib.spread`) and by workers for steps of ensembles elsewhere (`broker.worker.ensemble_lanes`).
+"""
+
+from __future__ import annotations
+
+HALF_NS = 1_000_000_000  # what was measured counts half after so long: a worker that was slow once is tried again
+LEAST_NS = 1_000  # that a request is taken to last, so that many do not go at once to a worker that nothing is known of
+
+
+def cost_ns(outstanding: int, took_ns: int, idle_ns: int, stuck_ns: int) -> int:
+    """`outstanding`: requests that the sender has there. `took_ns`: of the one that ended last, waiting included, which
+    tells of others' requests. `idle_ns`: since it sent one. `stuck_ns`: for how long none of those has ended.
+    """
+    if idle_ns >= HALF_NS:
+        took_ns >>= min(idle_ns // HALF_NS, 62)
+    return (outstanding + 1) * max(took_ns, stuck_ns, LEAST_NS)
