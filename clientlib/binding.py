@@ -36,16 +36,26 @@ class Binder(Generic[L]):
     def bind_at(
         self, link: Link[L], spread: Spread[L], worker: str, *, wait: bool = True
     ) -> Procedure[Bound[L] | None]:
-        """Let requests go to one more worker. None: all of `spread` ended with its session."""
+        """Let requests go to one more worker. None: all of `spread` ended with its session.
+
+        It may be none that the plan prefers, but the one that has a sequence: then other requests do not go there.
+        """
         prepared = spread.prepared
         if prepared.link is not link:
             return None
         if worker not in prepared.bound_at:
-            yield Call(
-                messages.PrepareAt(index=prepared.index, generation=prepared.generation, worker=worker, wait=wait)
-            )
+            ask = messages.PrepareAt(index=prepared.index, generation=prepared.generation, worker=worker, wait=wait)
+            try:
+                yield Call(ask)
+            except InferError as error:
+                if worker in spread.workers or error.code != Code.NOT_FOUND.name:
+                    raise
+                link.homes.leave(prepared.layout.model, worker)  # any worker can say that the sequence is lost
+                worker = prepared.worker
             prepared.bound_at.add(worker)
-        bound = spread.bounds[worker] = yield from self.bind(link, prepared, worker)
+        bound = yield from self.bind(link, prepared, worker)
+        if worker in spread.workers:
+            spread.bounds[worker] = bound
         return bound
 
     def bind_missing(self, link: Link[L], spread: Spread[L]) -> Procedure[None]:

@@ -1,38 +1,48 @@
 """Which worker has a sequence, of models that several workers serve.
 
-One per session with the broker (`clientlib.link.Link`); asked by `clientlib.spread`. Any thread.
+One per session with the broker (`clientlib.link.Link`), whatever plan a step comes by; asked by `clientlib.spread`. Any
+thread.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
+from hashlib import blake2b
 from typing import final
 
 MAX_HOMES = 65_536  # sequences whose worker is remembered; those that began first are forgotten first
+MAX_ENDED = 4_096  # the same of those whose END was sent
+
+_Key = tuple[str, int]  # model, sequence
 
 
 @final
 class Homes:
     """Which worker has a sequence: the one that its START went to.
 
-    `shared`: its steps may come through other processes, as those of gateways do. Then its id alone decides.
+    It is also known after END: that step may have to be sent again, or may never have been sent.
+
+    `shared`: its steps may come through other processes, as those of gateways do. Where none has come through this one,
+    its id decides, and not in which order or in what company the workers are named.
     """
 
-    __slots__ = ("_counts", "_homes", "_lock", "_shared")
+    __slots__ = ("_counts", "_ended", "_homes", "_lock", "_shared")
 
     def __init__(self, *, shared: bool = False) -> None:
         self._shared = shared
         self._lock = threading.Lock()
-        self._homes: dict[tuple[str, int], str] = {}
-        self._counts: Counter[tuple[str, str]] = Counter()  # by model and worker
+        self._homes: OrderedDict[_Key, str] = OrderedDict()
+        self._ended: OrderedDict[_Key, str] = OrderedDict()
+        self._counts: Counter[tuple[str, str]] = Counter()  # by model and worker, without those that have ended
 
     def find(self, model: str, sequence_id: int, workers: tuple[str, ...]) -> str:
-        """The worker of a sequence that has begun."""
-        if self._shared:
-            return workers[sequence_id % len(workers)]
-        home = self._homes.get((model, sequence_id), "")
-        return home if home in workers else workers[0]
+        """The worker of a sequence that has begun. It may be none of `workers`, which the plan prefers."""
+        key = model, sequence_id
+        home = self._homes.get(key) or self._ended.get(key)
+        if home is None:
+            return _by_id(sequence_id, workers) if self._shared else workers[0]
+        return home
 
     def begin(self, model: str, sequence_id: int, workers: tuple[str, ...], up: list[str]) -> str:
         """The worker of one that begins: of those that are `up`, the freest first, the one with the fewest sequences.
@@ -40,24 +50,45 @@ class Homes:
         A sequence keeps a slot of its worker's instances, whether steps of it run just now or not. One that begins anew
         stays where it was, if that is up: there its START ends what it had before, which would keep its slot elsewhere.
         """
-        if self._shared:
-            return self.find(model, sequence_id, workers)
+        key = model, sequence_id
         with self._lock:
-            before = self._homes.get((model, sequence_id))
-            self._forget(model, sequence_id)
-            if len(self._homes) >= MAX_HOMES:
-                self._forget(*next(iter(self._homes)))
-            home = before if before in up else min(up, key=lambda worker: self._counts[model, worker])
-            self._homes[model, sequence_id] = home
+            before = self._forget(key)
+            if self._shared:
+                home = _by_id(sequence_id, workers)
+            elif before in up:
+                home = before
+            else:
+                home = min(up, key=lambda worker: self._counts[model, worker])
+            while len(self._homes) >= MAX_HOMES:
+                self._forget(next(iter(self._homes)))
+            self._homes[key] = home
             self._counts[model, home] += 1
         return home
 
     def end(self, model: str, sequence_id: int) -> None:
-        """Its last step has been sent."""
+        """Its last step is about to be sent. That may fail, and the step come again."""
+        key = model, sequence_id
         with self._lock:
-            self._forget(model, sequence_id)
+            if (home := self._forget(key)) is not None:
+                self._ended[key] = home
+                if len(self._ended) > MAX_ENDED:
+                    self._ended.popitem(last=False)
 
-    def _forget(self, model: str, sequence_id: int) -> None:
-        home = self._homes.pop((model, sequence_id), None)
-        if home is not None:
-            self._counts[model, home] -= 1
+    def leave(self, model: str, worker: str) -> None:
+        """The worker does not serve the model any more: what it had is lost."""
+        with self._lock:
+            for homes in (self._homes, self._ended):
+                for key in [key for key, home in homes.items() if key[0] == model and home == worker]:
+                    self._forget(key)
+
+    def _forget(self, key: _Key) -> str | None:
+        home = self._homes.pop(key, None)
+        if home is None:
+            return self._ended.pop(key, None)
+        self._counts[key[0], home] -= 1
+        return home
+
+
+def _by_id(sequence_id: int, workers: tuple[str, ...]) -> str:
+    """The same for every choice of workers that has it: each id ranks all workers that there can be in its own way."""
+    return max(workers, key=lambda worker: blake2b(f"{sequence_id} {worker}".encode(), digest_size=8).digest())

@@ -175,6 +175,7 @@ class Layout:
         "input_positions",
         "inputs",
         "mixed",
+        "model",
         "outgrown",
         "output_positions",
         "outputs",
@@ -194,6 +195,7 @@ class Layout:
         bank: Bank | None,
         block: Block | None,
     ) -> None:
+        self.model = model
         self.inputs, self.outputs, self.bank, self._block = inputs, outputs, bank, block
         self.input_positions, self.output_positions = sketch.input_positions, sketch.output_positions
         self.byte_size = sketch.byte_size  # of the client's own block
