@@ -131,27 +131,6 @@ def test_a_sequence_that_begins_anew_stays_where_it_was(bench: Bench) -> None:
     assert bench.spread._homes._counts.total() == len(begun)
 
 
-def test_all_plans_of_a_client_find_a_sequence_at_one_worker(bench: Bench) -> None:
-    """Also those that prefer other workers, because of their memory."""
-    other: Spread[Any] = Spread("m", bench.spread.link, SimpleNamespace(workers=(B, C)))  # type: ignore[arg-type]
-    other.bounds.update({worker: bench.spread.bounds[worker] for worker in (B, C)})
-    begun = {number: bench.spread.pick((number, True, False)) for number in range(1, 10)}
-    assert {number: other.pick((number, False, False)) for number in begun} == begun
-    assert {other.pick((number, True, False)) for number in range(20, 40)} == {B, C}, "new ones are near"
-    bench.spread._homes.leave("m", A)
-    lost = [number for number, home in begun.items() if home == A]
-    assert [other.pick((number, False, False)) for number in lost] == [B] * 3, "it serves the model no more"
-
-
-def test_what_has_ended_keeps_no_slot(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(homes, "MAX_ENDED", 2)
-    begun = [bench.spread.pick((number, True, True)) for number in range(1, 4)]
-    assert bench.spread._homes._counts.total() == 0
-    assert [bench.spread.pick((number, False, True)) for number in (2, 3)] == begun[1:]
-    assert list(bench.spread._homes._ended) == [("m", 2), ("m", 3)]
-    assert bench.spread.pick((3, True, False)) == begun[2], "a START that is sent again"
-
-
 def test_sequences_that_never_end_are_forgotten(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(homes, "MAX_HOMES", 3)
     begun = [bench.spread.pick((number, True, False)) for number in range(1, 7)]
@@ -166,8 +145,3 @@ def test_where_steps_come_by_several_processes_the_id_decides(monkeypatch: pytes
         home = one.spread.pick((number, True, False))
         assert other.spread.pick((number, False, False)) == home
     assert {one.spread.pick((number, True, False)) for number in range(1, 100)} == {A, B, C}
-    third = Bench(monkeypatch, shared=True)
-    third.spread.workers = (C, B)
-    found = {number: third.spread.pick((number, False, False)) for number in range(1, 100)}
-    begun = {number: one.spread.pick((number, False, False)) for number in found}
-    assert all(found[number] == home for number, home in begun.items() if home != A), "in whatever company"
