@@ -222,8 +222,7 @@ async def prepare_step(control: Control, peer: Peer, request: messages.PrepareSt
     """The same for a step of an ensemble."""
     if peer.role != WORKER:
         raise InferError(Code.INVALID_ARG, "only the broker's own workers prepare steps of ensembles")
-    prepared = control.plans.prepare(peer.session, request.plan, request.owner, step=True, retry=request.retry)
-    return Answer(await prepared)
+    return Answer(await control.plans.prepare(peer.session, request.plan, request.owner, request))
 
 
 async def prepare_at(control: Control, peer: Peer, request: messages.PrepareAt) -> Answer:

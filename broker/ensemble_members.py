@@ -67,7 +67,7 @@ def _remote(catalogue: Catalogue, config: ModelConfig) -> dict[int, RemoteMember
         member, _ = catalogue.config(name, number)
         if config.worker not in keys:
             found[at] = RemoteMember(
-                worker=keys[0],
+                workers=tuple(sorted(keys)),
                 config=member.as_remote,
                 sequences=member.sequence_batching is not None or member.ensemble is not None,  # which may have some
                 retry=retryable(catalogue, member),

@@ -39,6 +39,7 @@ class CheckedPlan(NamedTuple):
     outputs: tuple[PlanTensor, ...]
     regions: tuple[RegionEntry, ...]
     rows: int
+    credit: PlanTensor | None
 
 
 class _Placed(NamedTuple):
@@ -47,8 +48,11 @@ class _Placed(NamedTuple):
     place: Placement  # counted from the start of the file, so that regions of one file compare
 
 
-def check(model: ModelMetadata, request: Prepare, find: Callable[[str], RegionEntry]) -> CheckedPlan:
+def check(
+    model: ModelMetadata, request: Prepare, find: Callable[[str], RegionEntry], credit: TensorSpec | None = None
+) -> CheckedPlan:
     """Check `request` against `model`. `find` gives the session's region of a name or raises NOT_FOUND.
+    `credit`: see `shm.messages.PrepareStep`.
 
     Raises InferError (INVALID_ARG, NOT_FOUND) naming the tensor, what was expected and what came.
     """
@@ -70,8 +74,16 @@ def check(model: ModelMetadata, request: Prepare, find: Callable[[str], RegionEn
     inputs = [_place(model, spec, find, request.input_positions, output=False) for spec in request.inputs]
     outputs = [_place(model, spec, find, request.output_positions, output=True) for spec in request.outputs]
     _check_overlap(model, inputs, outputs, request.output_positions)
-    entries = {placed.entry.generation: placed.entry for placed in (*inputs, *outputs)}
-    return CheckedPlan(_tensors(inputs), _tensors(outputs), tuple(entries.values()), rows)
+    credits = [] if credit is None else [_place(model, _one_word(credit), find, 1, output=False)]
+    entries = {placed.entry.generation: placed.entry for placed in (*inputs, *outputs, *credits)}
+    word = next(iter(_tensors(credits)), None)
+    return CheckedPlan(_tensors(inputs), _tensors(outputs), tuple(entries.values()), rows, word)
+
+
+def _one_word(credit: TensorSpec) -> TensorSpec:
+    if (credit.datatype, credit.shape) != ("UINT64", (1,)) or credit.offset % 8:
+        raise refuse(f"credit is one aligned UINT64, got {credit.datatype} {shape_text(credit.shape)}")
+    return credit
 
 
 def _check_stream_place(model: ModelMetadata, spec: TensorSpec, responses: int) -> None:

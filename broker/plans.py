@@ -21,7 +21,7 @@ from broker.registry import RegionWorker, Registry
 from broker.repository.config import ModelConfig
 from broker.worker.messages import BindPlan
 from shm.errors import Code, InferError
-from shm.messages import ModelMetadata, Prepare, PrepareAt, Prepared
+from shm.messages import ModelMetadata, Prepare, PrepareAt, Prepared, PrepareStep
 
 MAX_PLANS = 4096  # per session
 _GENERATIONS = 2**32 - 1  # the word has 32 bits for it; 0 is never used
@@ -98,16 +98,17 @@ class Plans:
         self._refused: dict[tuple[int, str], int] = {}  # (session, model) → until when, CLOCK_MONOTONIC ns
 
     async def prepare(
-        self, session: int, request: Prepare, owner: int = 0, *, step: bool = False, retry: bool = True
+        self, session: int, request: Prepare, owner: int = 0, step: PrepareStep | None = None
     ) -> Prepared:
         """Check the plan, have its worker map what it names, bind it there; returns when the worker knows it.
 
         Of several workers that serve the model it is the best one; `prepare_at` binds the plan to others.
-        `owner`: as `shm.admission.BoundPlan` has it. `step`, `retry`: see `shm.messages.PrepareStep`.
+        `owner`: as `shm.admission.BoundPlan` has it. `step`: what `request` came with.
         """
         metadata = self._models.metadata(request.model, request.version)
         serving = self._models.workers_for(request.model, request.version)
-        checked = check(metadata, request, lambda name: self._registry.find(session, name))
+        credit = None if step is None else step.credit
+        checked = check(metadata, request, lambda name: self._registry.find(session, name), credit)
         workers = nearest(_wanted(serving, request), checked.regions)
         config, version = self._models.config(request.model, request.version)
         table = self._tables.setdefault(session, _Table())
@@ -125,9 +126,10 @@ class Plans:
             rows=checked.rows,
             interface=config.interface,
             follow_latest=not request.version,
-            retryable=retry and retryable(self._models, config),
+            retryable=(step is None or step.retry) and retryable(self._models, config),
             owner=owner,
-            step=step,
+            step=step is not None,
+            credit=checked.credit,
             responses=request.responses,
             parameters=request.parameters,
         )
@@ -137,11 +139,13 @@ class Plans:
         except BaseException:
             self._drop(session, plan)
             raise
+        # A sequence stays where it began, whatever plan a step comes by: the client must be able to choose.
+        choice = len(workers) > 1 or (config.sequence_batching is not None and len(serving) > 1 and not request.worker)
         return Prepared(
             index=index,
             generation=generation,
             worker=workers[0].key,
-            workers=tuple(sorted(worker.key for worker in workers)) if len(workers) > 1 else (),
+            workers=tuple(sorted(worker.key for worker in workers)) if choice else (),
             model_version=str(version),
             rows=checked.rows,
         )
@@ -149,14 +153,15 @@ class Plans:
     async def prepare_at(self, session: int, request: PrepareAt) -> None:
         """Bind a plan to one more worker that serves its model; returns when that worker knows it.
 
-        Raises NOT_FOUND, and UNAVAILABLE for a worker that is not up and not to be waited for.
+        It may be one that is not near the plan's regions, for steps of a sequence that it has. Raises NOT_FOUND, and
+        UNAVAILABLE for a worker that is not up and not to be waited for.
         """
         plan = self._find(session, request.index, request.generation)
         if plan is None:
             raise _no_plan(request.index, request.generation)
         message = plan.message
         serving = self._models.workers_for(message.model, "" if message.follow_latest else str(message.version))
-        for worker in nearest(serving, plan.regions):
+        for worker in serving:
             if worker.key == request.worker:
                 if worker.state != "ready" and not request.wait:
                     raise InferError(Code.UNAVAILABLE, f"worker '{worker.key}' is {worker.state}")

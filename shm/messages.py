@@ -157,6 +157,7 @@ class PrepareStep(Message, frozen=True, kw_only=True, tag=True):
     plan: Prepare
     owner: Id = 0
     retry: bool = True
+    credit: TensorSpec | None = None  # of a decoupled member: one UINT64, how many parts of responses were taken
 
 
 class PrepareAt(Message, frozen=True, kw_only=True, tag=True):

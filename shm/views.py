@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shm.datatypes import BYTES, byte_size, element_count, shape_text
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, too_small
 from shm.messages import MAX_POSITIONS, TensorSpec
 
 _SIZE_MAX = 2**64 - 1
@@ -172,10 +172,6 @@ def _check_inside(spec: TensorSpec, tensor: str, offset: int, span: int, region_
 
 def _size_mismatch(tensor: str, exact: int, stated: int, *, output: bool) -> InferError:
     if output and stated < exact:
-        return InferError(
-            Code.INVALID_ARG,
-            f"shared memory size specified with the request for {tensor} ({stated} bytes) should be at least "
-            f"{exact} bytes to hold the results",
-        )
+        return InferError(Code.INVALID_ARG, too_small(tensor, stated, exact))
     kind = "output" if output else "input"
     return InferError(Code.INVALID_ARG, f"{kind} byte size mismatch for {tensor}. Expected {exact}, got {stated}")

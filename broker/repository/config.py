@@ -78,13 +78,13 @@ class InstanceGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RemoteMember(msgspec.Struct, frozen=True, kw_only=True):
-    """The model of an ensemble's step that another worker serves, as much of it as the ensemble's worker needs.
+    """The model of an ensemble's step that other workers serve, as much of it as the ensemble's worker needs.
 
-    `worker`: its key. `config`: without all that only running it takes.
+    `workers`: their keys, ascending. `config`: without all that only running it takes.
     `sequences`: its requests are steps of sequences. `retry`: they may run twice.
     """
 
-    worker: str
+    workers: tuple[str, ...]
     config: ModelConfig
     sequences: bool = False
     retry: bool = True
@@ -154,6 +154,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return YES_NO.get(self.parameters.get("retry", "").lower(), self.backend != "python")
 
     @property
+    def steps_retryable(self) -> bool:
+        """May a step of this ensemble run once more, where its member's requests may? Of a decoupled one, too, which
+        itself may not: responses of it were sent.
+        """
+        return YES_NO.get(self.parameters.get("retry", "").lower(), True)
+
+    @property
     def interface(self) -> str:
         """What the check of a prepared request depends on, but for how many rows there may be: equal for models whose
         plans are each other's."""
@@ -193,6 +200,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             input=bare(self.input),
             output=bare(self.output),
             instance_group=(),
+            decoupled=self.decoupled,
         )
 
     def with_data(self) -> ModelConfig:

@@ -115,7 +115,7 @@ def check_available(config: ModelConfig, loaded: Mapping[str, tuple[int, ...]], 
 
 
 def check_members(config: ModelConfig, configs: Mapping[str, ModelConfig]) -> None:
-    """Raise InferError INVALID_ARG if tensors or batch sizes do not fit; UNSUPPORTED for what workers cannot run.
+    """Raise InferError INVALID_ARG if tensors or batch sizes do not fit.
 
     `configs`: the completed configuration of every member; `check_available` has been asked before.
     """
@@ -132,7 +132,6 @@ def check_members(config: ModelConfig, configs: Mapping[str, ModelConfig]) -> No
         _check_inputs(config.name, step, member, known)
         _check_outputs(config.name, step, member, known)
     _check_responses(config, config.ensemble, configs)
-    _check_workers(config, configs)
 
 
 def _check_inputs(ensemble: str, step: Step, member: ModelConfig, known: dict[str, _Tensor]) -> None:
@@ -231,22 +230,6 @@ def workers_of(config: ModelConfig, configs: Mapping[str, ModelConfig]) -> tuple
         return tuple(placed(config))
     found = [key for name in members(config.ensemble) if name in configs for key in workers_of(configs[name], configs)]
     return (max(found, key=found.count),) if found else tuple(placed(config))
-
-
-def _check_workers(config: ModelConfig, configs: Mapping[str, ModelConfig]) -> None:
-    """A flow of responses stays in one worker process."""
-    if not is_decoupled(config, configs):
-        return
-    (own,) = workers_of(config, configs)
-    for name in members(config.ensemble) if config.ensemble is not None else ():
-        others = workers_of(configs[name], configs)
-        if own not in others:
-            raise InferError(
-                Code.UNSUPPORTED,
-                f"ensemble '{config.name}' is decoupled, so all its members must be in one worker; most are in "
-                f"'{own}', and '{name}' is in '{others[0]}': give them instances on the same device and the same "
-                "parameter `worker_group`",
-            )
 
 
 def _own(config: ModelConfig, tensor: TensorConfig) -> _Tensor:

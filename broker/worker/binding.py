@@ -18,7 +18,7 @@ from broker.worker.model import Instance, LoadedModel
 from broker.worker.plans import PlacedTensor, Plan
 from shm import datatypes
 from shm.admission import Request
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, too_small
 
 Bytes = npt.NDArray[np.uint8]
 MAX_BINDINGS = 4096  # per plan; a binding costs a few kilobytes
@@ -160,11 +160,7 @@ def place_for(
     Returns what the request's note is to say of it: rank and shape of an open output. Raises InferError.
     """
     if not (tensor.open and tensor.make_room(byte_size)) and byte_size > tensor.place.byte_size:
-        raise InferError(
-            Code.INVALID_ARG,
-            f"shared memory size specified with the request for output '{tensor.name}' ({tensor.place.byte_size}"
-            f" bytes) should be at least {byte_size} bytes to hold the results",
-        )
+        raise InferError(Code.INVALID_ARG, too_small(f"output '{tensor.name}'", tensor.place.byte_size, byte_size))
     if tensor.open:
         if tensor.seen != (request.rows, shape):
             check_shape(model, tensor.name, shape, request.rows)

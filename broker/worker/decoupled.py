@@ -21,10 +21,10 @@ from broker.worker.plans import Bytes, PlacedTensor, Plan
 from broker.worker.running import check_sizes
 from broker.worker.stream import Stream, Taker
 from broker.worker.streams import Streams
-from broker.worker.tracebacks import complain, described
+from broker.worker.tracebacks import complain
 from shm import datatypes, statistics
 from shm.admission import Request
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, described
 from shm.worker_channel import WorkerChannel
 
 _now = time.monotonic_ns

@@ -9,15 +9,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from broker.repository.scheduling import Step
 from broker.worker.decoupled import taker_of
-from broker.worker.ensemble_flow import Flow
+from broker.worker.ensemble_flow import Branch, Flow
 from broker.worker.ensemble_graph import Gates, Graph
 from broker.worker.ensemble_inline import chain_of
-from broker.worker.ensemble_memory import Prepared
+from broker.worker.ensemble_memory import Prepared, Value
 from broker.worker.ensemble_run import Run, Submit
 from broker.worker.execute import run_batch
 from broker.worker.model import LoadedModel
@@ -90,6 +90,10 @@ class Ensemble:
         """What becomes of a request; it has not begun."""
         return Run(self, request, submit, publish)
 
+    def branch(self, flow: Flow, request: Request, parent: Branch | None, written: Mapping[str, Value]) -> Branch:
+        """What follows from one response of a member, or from the client's request; it has not begun."""
+        return Branch(flow, self, request, parent, written)
+
     def close(self) -> None:
         """Its model is closed; runs may still be under way."""
 
@@ -142,8 +146,11 @@ class Ensemble:
         if steps:
             self._submit(steps)
 
-    def prepared(self, plan: Plan, request: Request) -> Prepared:
-        """What an earlier run on the same position left, or nothing of the sort. The caller's alone until `keep`."""
+    def prepared(self, plan: Plan, request: Request, behind: frozenset[str]) -> Prepared:
+        """What an earlier run on the same position left, or nothing of the sort. The caller's alone until `keep`.
+
+        `behind`: of a branch, the tensors that it begins with.
+        """
         with self._lock:
             found = plan.bindings.pop(self._key(request), None) if plan.model is self.model else None
             if isinstance(found, Prepared) and found.epoch == self._epoch:

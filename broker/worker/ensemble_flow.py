@@ -11,22 +11,21 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import numpy as np
 import numpy.typing as npt
 
 from broker.worker.answers import PATIENCE_NS, check_outputs
-from broker.worker.ensemble_memory import Value, fitted, private
+from broker.worker.ensemble_memory import Value, as_array, byte_size_of, fitted, kept, of_bytes
 from broker.worker.ensemble_run import Run, Withdrawable
 from broker.worker.plans import Plan
 from broker.worker.running import check_sizes
 from broker.worker.stream import NOTHING, Arrays, Given, Taker
 from broker.worker.streams import Streams
-from shm import datatypes
 from shm.admission import Request, Verdict
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, as_infer_error
 
 if TYPE_CHECKING:
     from broker.worker.ensemble import Ensemble
@@ -35,6 +34,13 @@ if TYPE_CHECKING:
 MAX_AHEAD, AHEAD_BYTES = 1024, 64 << 20
 LOOK_S = 0.01
 _now = time.monotonic_ns
+
+
+class Brings(Protocol):
+    """What a step in another worker brings, part by part (`broker.worker.ensemble_remote_stream`)."""
+
+    def take(self) -> dict[str, Value] | None:
+        """Once per `Branch.came`: the response that is complete with this part, by ensemble tensor."""
 
 
 @final
@@ -82,15 +88,14 @@ class Flow(Withdrawable):
         client = self._request
         request = Request(client.channel, client.slot, client.entry, client.plan, _now())
         request.deadline = client.deadline
-        return Branch(self, self._ensemble, request, parent, written)
+        return self._ensemble.branch(self, request, parent, written)
 
     def _drive(self) -> None:
         error: InferError | None = None
         try:
             self._run(self.branch(None, {}))
         except Exception as failure:
-            described = InferError(Code.INTERNAL, f"{type(failure).__name__}: {failure}")
-            error = failure if isinstance(failure, InferError) else described
+            error = as_infer_error(failure)
         self._end(error)
 
     def _end(self, error: InferError | None) -> None:
@@ -112,19 +117,23 @@ class Flow(Withdrawable):
             if error is None and not self.unwanted():
                 try:
                     self._run(self.branch(branch, written))
-                except InferError as failure:
-                    error = failure
+                except Exception as failure:  # the branch goes on to its end all the same: steps of it run
+                    error = as_infer_error(failure)
                     self.over = True
+            if self.unwanted():
+                branch.withdraw()  # its member need send no more
         self._branches = outer
-        error = error or branch.error
-        if error is not None:
-            raise error
-        outputs = branch.outputs()
-        if outputs is not None and not self.unwanted():
-            self._taker.send(outputs, "", False)
+        try:
+            error = error or branch.error
+            if error is not None:
+                raise error
+            outputs = branch.outputs()
+            if outputs is not None and not self.unwanted():
+                self._taker.send(outputs, "", False)
+        finally:
+            branch.leave()
 
 
-@final
 class Branch(Run):
     """A run with a part of the steps. Its request is a stand-in for the client's."""
 
@@ -133,11 +142,11 @@ class Branch(Run):
     def __init__(
         self, flow: Flow, ensemble: Ensemble, request: Request, parent: Branch | None, written: Mapping[str, Value]
     ) -> None:
-        super().__init__(ensemble, request, ensemble.queue, lambda: None)
+        super().__init__(ensemble, request, ensemble.queue, lambda: None, frozenset(written))
         self._flow = flow
         self._parent = parent
         self._written = written
-        self._inbox: queue.SimpleQueue[dict[str, Value] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[dict[str, Value] | Brings | None] = queue.SimpleQueue()
         self._ahead = 0  # bytes of what is in there
         self._changed = threading.Condition(self._lock)
         self._done = False
@@ -163,9 +172,12 @@ class Branch(Run):
 
     def responses(self) -> Iterator[dict[str, Value]]:
         """What its decoupled members send, each when no other step runs: what those write, all branches have."""
-        while (written := self._inbox.get()) is not None:
+        while (came := self._inbox.get()) is not None:
+            written = came if isinstance(came, dict) else came.take()
+            if written is None:
+                continue
             with self._changed:
-                self._ahead -= _byte_size(written)
+                self._ahead -= byte_size_of(written)
                 self._changed.notify_all()
                 self._changed.wait_for(self._settled)
             yield written
@@ -186,8 +198,11 @@ class Branch(Run):
         arrays = {}
         for name in names:
             value = self._values[name]
-            arrays[name] = _array(value, fitted(value.shape, (*batch, *dims[name])) or value.shape)
+            arrays[name] = as_array(value, fitted(value.shape, (*batch, *dims[name])) or value.shape)
         return arrays
+
+    def leave(self) -> None:
+        """Nothing of it is under way, and nobody reads what it has any more."""
 
     # --- of members -------------------------------------------------------------------------------------------------
 
@@ -211,13 +226,26 @@ class Branch(Run):
         for name, array in outputs.items():
             tensor = graph.output_map.get(name)
             if tensor is not None and tensor in needed.wanted:
-                written[tensor] = _kept(datatype[name], np.asarray(array))
+                written[tensor] = kept(datatype[name], np.asarray(array))
         if self._inbox.qsize() >= MAX_AHEAD:
             raise InferError(
                 Code.UNAVAILABLE, f"{MAX_AHEAD} responses of model '{graph.model_name}' wait for the steps behind it"
             )
-        if self._make_room(_byte_size(written), step):
+        if self._make_room(byte_size_of(written), step):
             self._inbox.put(written)
+
+    def came(self, stream: Brings) -> None:
+        """A part of a response has come from another worker: the flow's thread takes it in its turn."""
+        self._inbox.put(stream)
+
+    def has_room(self) -> bool:
+        """May more responses wait here? Else they wait where they are."""
+        return self._ahead < AHEAD_BYTES and self._inbox.qsize() < MAX_AHEAD
+
+    def waits(self, byte_size: int) -> None:
+        """A response of so many bytes waits here."""
+        with self._changed:
+            self._ahead += byte_size
 
     def _make_room(self, byte_size: int, step: Request) -> bool:
         """Wait until so many bytes more may wait, or nobody wants them."""
@@ -242,7 +270,13 @@ class Branch(Run):
     # --- as a run ---------------------------------------------------------------------------------------------------
 
     def _settled(self) -> bool:
-        return self._done or (not self._advancing and all(_is_decoupled(step) for step in self._steps))
+        return self._done or (not self._advancing and all(is_decoupled(step) for step in self._steps))
+
+    def withdraw(self) -> None:
+        """See `Withdrawable`."""
+        if self.unwanted():
+            self._request.ended = self._request.ended or Code.CANCELLED  # so the end of a step is no failure
+        super().withdraw()
 
     def _queue(self, numbers: list[int]) -> None:
         if self.unwanted():
@@ -265,12 +299,12 @@ class Branch(Run):
         for tensor in self._plan.inputs:
             memory = tensor.memory(self._request.input_position, self._request.rows)
             shape = self._ensemble.model.shape(tensor.name, tensor.shape_of(self._request.rows))
-            self._values[tensor.name] = _of_bytes(tensor.datatype, shape, memory)
+            self._values[tensor.name] = of_bytes(tensor.datatype, shape, memory)
             self._ensemble.count_copy("policy", memory.size)
             self._flow.copied(memory.size)
 
     def _collect(self, step: Request) -> list[int]:
-        if _is_decoupled(step) and not step.code:
+        if is_decoupled(step) and not step.code:
             return []  # its responses are branches
         return super()._collect(step)
 
@@ -350,31 +384,7 @@ class _StepTaker:
         self._step.channel.complete((self._step,))
 
 
-def _is_decoupled(step: Request) -> bool:
+def is_decoupled(step: Request) -> bool:
+    """Has its member any number of responses to it?"""
     plan = step.plan
     return isinstance(plan, Plan) and plan.model is not None and plan.model.config.decoupled
-
-
-def _byte_size(written: Mapping[str, Value]) -> int:
-    return sum(value.byte_size for value in written.values())
-
-
-def _kept(datatype: str, array: npt.NDArray[Any]) -> Value:
-    if datatype == datatypes.BYTES:
-        raw = np.frombuffer(datatypes.encode_bytes(array), np.uint8)
-    else:
-        raw = np.ascontiguousarray(array).view(np.uint8).reshape(-1) if array.size else np.empty(0, np.uint8)
-    return _of_bytes(datatype, tuple(array.shape), raw)
-
-
-def _of_bytes(datatype: str, shape: Sequence[int], raw: npt.NDArray[np.uint8]) -> Value:
-    value = private("UINT8", (raw.size,))._replace(datatype=datatype, shape=tuple(shape))
-    value.region.bytes[: raw.size] = raw
-    return value
-
-
-def _array(value: Value, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    raw = value.region.bytes[value.offset : value.offset + value.byte_size]
-    if value.datatype == datatypes.BYTES:
-        return datatypes.decode_bytes(raw, datatypes.element_count(shape), "a step's output").reshape(shape)
-    return raw.view(datatypes.numpy_dtype(value.datatype)).reshape(shape)

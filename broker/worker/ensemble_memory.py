@@ -6,7 +6,11 @@ Used by `broker.worker.ensemble_run` and `ensemble_steps`. `Prepared` is what on
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from broker.worker.ensemble_graph import Needed
 from broker.worker.plans import PlacedTensor, Plan
@@ -91,3 +95,32 @@ def not_fitting(tensor: str, shape: Shape, model: str, wanted: Shape) -> InferEr
         f"unexpected shape for input '{tensor}' for model '{model}'. Expected {datatypes.shape_text(wanted)}, got"
         f" {datatypes.shape_text(shape)}",
     )
+
+
+def byte_size_of(written: Mapping[str, Value]) -> int:
+    """Of all these tensors."""
+    return sum(value.byte_size for value in written.values())
+
+
+def kept(datatype: str, array: npt.NDArray[Any]) -> Value:
+    """A copy of what a model has sent."""
+    if datatype == datatypes.BYTES:
+        raw = np.frombuffer(datatypes.encode_bytes(array), np.uint8)
+    else:
+        raw = np.ascontiguousarray(array).view(np.uint8).reshape(-1) if array.size else np.empty(0, np.uint8)
+    return of_bytes(datatype, tuple(array.shape), raw)
+
+
+def of_bytes(datatype: str, shape: Sequence[int], raw: npt.NDArray[np.uint8]) -> Value:
+    """A copy of a tensor's bytes."""
+    value = private("UINT8", (raw.size,))._replace(datatype=datatype, shape=tuple(shape))
+    value.region.bytes[: raw.size] = raw
+    return value
+
+
+def as_array(value: Value, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    """A view of it; of strings a copy."""
+    raw = value.region.bytes[value.offset : value.offset + value.byte_size]
+    if value.datatype == datatypes.BYTES:
+        return datatypes.decode_bytes(raw, datatypes.element_count(shape), "a step's output").reshape(shape)
+    return raw.view(datatypes.numpy_dtype(value.datatype)).reshape(shape)

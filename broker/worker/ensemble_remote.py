@@ -9,18 +9,24 @@ elsewhere keeps its model there, as a run here pins its members.
 
 from __future__ import annotations
 
+import itertools
 import queue
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import final
 
 from broker.repository.config import RemoteMember
-from broker.worker.ensemble import PREPARED_BYTES, Ensemble, Members
-from broker.worker.ensemble_memory import Prepared
+from broker.worker.ensemble import Ensemble, Members
+from broker.worker.ensemble_flow import Branch, Flow
+from broker.worker.ensemble_memory import Prepared, Value
+from broker.worker.ensemble_remote_flow import SpreadBranch
 from broker.worker.ensemble_remote_memory import SharedMemory
-from broker.worker.ensemble_remote_plans import Key, SharedPrepared
+from broker.worker.ensemble_remote_plans import Bound
+from broker.worker.ensemble_remote_pool import Budget, Pool
+from broker.worker.ensemble_remote_prepared import Key, SharedPrepared
 from broker.worker.ensemble_remote_run import RemoteStep, SpreadRun
 from broker.worker.ensemble_remote_session import StepSession
+from broker.worker.ensemble_remote_stream import RemoteStream
 from broker.worker.ensemble_run import Submit
 from broker.worker.execute import run_batch
 from broker.worker.model import LoadedModel
@@ -30,7 +36,6 @@ from shm.admission import Request
 from shm.errors import Code, InferError
 from shm.parameters import key_of
 
-MAX_POOLED = 256  # of what runs have prepared, for the next ones
 MAX_RUNS = 1024  # requests under way at a time: each has plans in the other workers
 ALONE_S = 60.0  # for a step elsewhere while nothing else may run here
 
@@ -44,6 +49,7 @@ class Elsewhere:
         self.blame = blame
         self.session = StepSession(ask)
         self.memory = SharedMemory(self.session)
+        self.plans = Budget()
 
 
 @final
@@ -56,22 +62,27 @@ class SpreadEnsemble(Ensemble):
         super().__init__(model, members, self._pass_on, self._back)
         self.remote: dict[int, RemoteMember] = model.config.remote
         self.session, self.memory, self.blame = elsewhere.session, elsewhere.memory, elsewhere.blame
+        self.plans = elsewhere.plans
         self.rooms: dict[str, int] = {}  # ensemble tensor of unknown size → bytes that the largest so far took
         self._stand_ins = {at: LoadedModel(each.config, 0, 0) for at, each in self.remote.items()}
         steps = self.graph.steps
-        self.shared = frozenset(
-            tensor for at in self.remote for tensor in (*steps[at].input_map.values(), *steps[at].output_map.values())
-        )
-        self.written = {tensor: at for at in self.remote for tensor in steps[at].output_map.values()}
+        plain = [at for at, each in self.remote.items() if not each.config.decoupled]
+        self.written = frozenset(tensor for at in plain for tensor in steps[at].output_map.values())
+        self.shared = self.written.union(*(steps[at].input_map.values() for at in self.remote))
         self._sequences = any(each.sequences for each in self.remote.values())
         self._submit_here, self._take_back_here = submit, take_back
-        self._pool: OrderedDict[SharedPrepared, None] = OrderedDict()  # the one used last at the end
-        self._by_key: dict[Key, list[SharedPrepared]] = {}
+        self._pool = Pool()
+        self._turn = itertools.count()
+        self.plans.add(self._pool)
         self.session.need()
 
     def run(self, request: Request, submit: Submit, publish: Callable[[], None]) -> SpreadRun:
         """See `Ensemble.run`."""
         return SpreadRun(self, request, submit, publish)
+
+    def branch(self, flow: Flow, request: Request, parent: Branch | None, written: Mapping[str, Value]) -> SpreadBranch:
+        """See `Ensemble.branch`."""
+        return SpreadBranch(flow, self, request, parent, written)
 
     def run_alone(self, request: Request) -> None:
         """See `Ensemble.run_alone`. Steps elsewhere are waited for."""
@@ -99,10 +110,13 @@ class SpreadEnsemble(Ensemble):
 
     def close(self) -> None:
         """It serves nobody any more; runs may still be under way."""
+        self.plans.remove(self._pool)
+        self._drop()
+
+    def _drop(self) -> None:
         with self._lock:
             self._epoch += 1
-            pooled = self._take_all()
-        for prepared in pooled:
+        for prepared in self._pool.take_all():
             prepared.dispose()
 
     # --- steps ----------------------------------------------------------------------------------------------------
@@ -117,16 +131,30 @@ class SpreadEnsemble(Ensemble):
             if step.slot in self.remote:
                 run = step.channel
                 assert isinstance(run, SpreadRun)
-                lane = self.session.lane(self.remote[step.slot].worker)
-                lane.submit(RemoteStep(run, step, lane, run.bound(step)))
+                self.send(run, step, run.bound(step))
         return [step for step in steps if step.slot not in self.remote]
+
+    def send(self, run: SpreadRun, step: Request, bound: Bound) -> None:
+        """Let a step go to a worker that serves its member."""
+        number = step.sequence_id and step.sequence_id + run.owner
+        lane = bound.home(number) if number else bound.choose(*self.now_and_turn())
+        if bound.places is None:
+            lane.submit(RemoteStep(run, step, lane, bound))
+        else:
+            assert isinstance(run, SpreadBranch)
+            lane.submit(RemoteStream(run, step, lane, bound))
+
+    def now_and_turn(self) -> tuple[int, int]:
+        """For a choice of a worker."""
+        return time.monotonic_ns(), next(self._turn)
 
     def _back(self, steps: list[Request]) -> None:
         if here := [step for step in steps if step.slot not in self.remote]:
             self._take_back_here(here)
         for step in steps:
-            if step.slot in self.remote:
-                self.session.lane(self.remote[step.slot].worker).cancel(step)
+            if (member := self.remote.get(step.slot)) is not None:
+                for worker in member.workers:  # the lane that does not have it does nothing
+                    self.session.lane(worker, streams=member.config.decoupled).cancel(step)
 
     # --- of runs --------------------------------------------------------------------------------------------------
 
@@ -143,58 +171,32 @@ class SpreadEnsemble(Ensemble):
         """See `Ensemble.unpin`."""
         super().unpin({at: model for at, model in members.items() if at not in self.remote})
 
-    def prepared(self, plan: Plan, request: Request) -> SharedPrepared:
+    def prepared(self, plan: Plan, request: Request, behind: frozenset[str]) -> SharedPrepared:
         """What an earlier run of the same kind left, whoever's it was, or nothing of the sort."""
-        key = self._kind(plan, request)
-        with self._lock:
-            if found := self._by_key.get(key):
-                prepared = found.pop()
-                del self._pool[prepared]
-                return prepared
-            needed = self.graph.needed(tensor.name for tensor in plan.outputs)
-            return SharedPrepared(needed, self._epoch, key, self)
+        key = self._kind(plan, request, behind)
+        found = self._pool.take(key)
+        if found is not None:
+            return found
+        needed = self.graph.needed(tensor.name for tensor in plan.outputs)
+        return SharedPrepared(needed, self._epoch, key, self)
 
     def keep(self, plan: Plan, request: Request, prepared: Prepared) -> None:
         """For the next run of the kind, in place of those that were not used for the longest time."""
         assert isinstance(prepared, SharedPrepared)
         prepared.kept = prepared.byte_size
-        gone: list[SharedPrepared] = []
-        with self._lock:
-            if prepared.epoch != self._epoch:
-                gone.append(prepared)
-            else:
-                self._by_key.setdefault(prepared.key, []).append(prepared)
-                self._pool[prepared] = None
-                total = sum(each.kept for each in self._pool)
-                while len(self._pool) > MAX_POOLED or (total > PREPARED_BYTES and self._pool):
-                    oldest = next(iter(self._pool))
-                    total -= oldest.kept
-                    self._remove(oldest)
-                    gone.append(oldest)
+        with self._lock:  # so that what is put back when others go does not stay
+            gone = self._pool.put(prepared) if prepared.epoch == self._epoch else [prepared]
         for each in gone:
             each.dispose()
 
     def forget(self, plans: Iterable[Plan]) -> None:
         """See `Ensemble.forget`."""
         super().forget(plans)
-        self.close()
+        self._drop()
 
-    def _kind(self, plan: Plan, request: Request) -> Key:
+    def _kind(self, plan: Plan, request: Request, behind: frozenset[str]) -> Key:
         """Equal for requests whose steps have the same shapes, and which may share a plan elsewhere."""
         rows = request.rows
         inputs = tuple((t.name, t.shape_of(rows), t.memory(request.input_position, rows).size) for t in plan.inputs)
         owner = plan.owner if self._sequences else 0
-        return inputs, rows, frozenset(t.name for t in plan.outputs), owner, key_of(plan.parameters)
-
-    def _remove(self, prepared: SharedPrepared) -> None:
-        del self._pool[prepared]
-        same = self._by_key[prepared.key]
-        same.remove(prepared)
-        if not same:
-            del self._by_key[prepared.key]
-
-    def _take_all(self) -> list[SharedPrepared]:
-        pooled = list(self._pool)
-        self._pool.clear()
-        self._by_key.clear()
-        return pooled
+        return inputs, rows, frozenset(t.name for t in plan.outputs), owner, key_of(plan.parameters), behind

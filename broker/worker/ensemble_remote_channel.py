@@ -14,6 +14,7 @@ from typing import Protocol, final
 
 from shm.admission import EXPIRED, Request, Verdict
 from shm.client_channel import ClientChannel, Settles
+from shm.costs import cost_ns
 from shm.errors import Code, InferError
 
 
@@ -37,8 +38,18 @@ class Lane:
     `stir` wakes the session's thread; `reopen` asks for the channel.
     """
 
-    def __init__(self, worker: str, stir: Callable[[], None], reopen: Callable[[Lane], None]) -> None:
+    def __init__(
+        self,
+        worker: str,
+        stir: Callable[[], None],
+        reopen: Callable[[Lane], None],
+        slots: int,
+        waits: bool = True,
+    ) -> None:
+        """`waits`: a step waits while all `slots` are taken; else it is refused."""
         self.worker = worker
+        self.slots = slots
+        self._waits = waits
         self._stir = stir
         self._reopen = reopen
         self._lock = threading.Lock()
@@ -48,20 +59,29 @@ class Lane:
         self._channel: ClientChannel | None = None
         self._opening = False
         self._closed: Verdict | None = None
+        self._used_ns = 0  # when a step was last sent here
+        self._moved = (0, 0)  # completions so far, and when they were found to have changed
 
     def submit(self, sends: Sends) -> None:
         """It ends by `settle` or `fail`, once."""
+        passes = opens = False
         with self._lock:
-            closed = self._closed
-            if closed is None:
+            refused = self._closed
+            if refused is None:
+                self._used_ns = sends.step.arrival
                 self._sends[sends.step] = sends
-                passes = not self._line and self._pass(sends)
+                try:
+                    passes = not self._line and self._pass(sends)
+                except InferError as error:
+                    refused = Code[error.code], error.message
+                    self._forget(sends)
+            if refused is None:
                 if not passes:
                     self._line.append(sends)
                 opens = self._channel is None and not self._opening
                 self._opening = self._opening or opens
-        if closed is not None:
-            sends.fail(closed)
+        if refused is not None:
+            sends.fail(refused)
             return
         if opens:
             self._reopen(self)
@@ -89,22 +109,33 @@ class Lane:
         elif self._channel is not None:
             self._channel.cancel(sends.ident)
 
+    def cost_ns(self, now: int) -> int | None:
+        """How long a step would be there, roughly; None: its worker is being replaced."""
+        channel = self._channel
+        if channel is None:
+            return cost_ns(len(self._line), 0, 0, 0)
+        if channel.away:
+            return None
+        outstanding, completed = channel.outstanding, channel.completed
+        if not outstanding or completed != self._moved[0]:
+            self._moved = completed, now
+        return cost_ns(outstanding + len(self._line), channel.took, now - self._used_ns, now - self._moved[1])
+
     def ended(self, sends: Sends) -> None:
         """It has its completion; called by `settle`."""
         with self._lock:
             self._sends.pop(sends.step, None)
 
     def _pass(self, sends: Sends) -> bool:
-        """Let it go into the channel, if it can. With the lock."""
+        """Let it go into the channel, if it can. With the lock. Raises InferError if it never can."""
         channel = self._channel
         if channel is None:
             return False
-        try:
-            word = sends.word()
-        except InferError:
-            return False  # the thread tells
+        word = sends.word()
         if not word:
             return False
+        if not self._waits and channel.outstanding >= self.slots:
+            raise InferError(Code.UNAVAILABLE, f"{self.slots} requests have responses to come from '{self.worker}'")
         _, _, request_id, deadline, _, _, rows, sequence_id, flags, priority, *_ = sends.step.entry
         sends.ident = channel.submit(sends, word, 0, 0, rows, deadline, request_id, priority, flags, sequence_id)
         if sends.ident and sends.step in self._cancelled:
@@ -158,12 +189,11 @@ class Lane:
             while self._line:
                 sends = self._line[0]
                 try:
-                    sends.word()
-                except InferError as error:
-                    ends.append((sends, (Code[error.code], error.message)))
-                else:
+                    sends.word()  # also without a channel: it may be known that there will be no plan
                     if not self._pass(sends):
                         break
+                except InferError as error:
+                    ends.append((sends, (Code[error.code], error.message)))
                 self._line.popleft()
             for sends, _ in ends:
                 self._forget(sends)

@@ -6,27 +6,25 @@ elsewhere becomes the end of the step's request here.
 
 from __future__ import annotations
 
-import re
 import struct
 from typing import TYPE_CHECKING, final
 
 from broker.worker.ensemble_remote_channel import Lane
-from broker.worker.ensemble_remote_plans import Bound, SharedPrepared
+from broker.worker.ensemble_remote_plans import Bound
+from broker.worker.ensemble_remote_prepared import SharedPrepared
 from broker.worker.ensemble_run import Run
 from broker.worker.ensemble_steps import Asked, plan_of
 from broker.worker.plans import PlacedTensor, Plan
 from broker.worker.running import check_sizes
 from shm import datatypes
 from shm.admission import Request, Verdict
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, is_too_small
 from shm.layout import CODE_MASK
 from shm.recovery import TWICE
 
 if TYPE_CHECKING:
     from broker.worker.ensemble_remote import SpreadEnsemble
 
-# What `broker.worker.binding.deliver` says of an output that is larger than its room.
-_TOO_SMALL = re.compile(r"output '(.+?)' \(\d+ bytes\) should be at least (\d+) bytes")
 _LENGTH = struct.Struct("<I")
 
 
@@ -36,6 +34,11 @@ class SpreadRun(Run):
     __slots__ = ()
     _ensemble: SpreadEnsemble
     _prepared: SharedPrepared
+
+    @property
+    def owner(self) -> int:
+        """Whose sequences its steps belong to."""
+        return self._plan.owner
 
     def bound(self, step: Request) -> Bound:
         """The plan of a step elsewhere."""
@@ -61,6 +64,10 @@ class SpreadRun(Run):
         self._ensemble.adopt(plan, model)
         step.plan = plan
         return prepared.bind(at, plan, described, member, self._plan.owner)
+
+    def send(self, step: Request, bound: Bound) -> None:
+        """Let a step go to another worker."""
+        self._ensemble.send(self, step, bound)
 
     def is_over(self) -> bool:
         """Has it failed, or does nobody want it any more?"""
@@ -163,7 +170,7 @@ class RemoteStep:
 
     def word(self) -> int:
         """See `Sends`."""
-        return self._bound.word()
+        return self._bound.word(self._lane.worker)
 
     def settle(self, entry: tuple[int, ...], note: bytes) -> None:
         """It has ended there."""
@@ -189,19 +196,19 @@ class RemoteStep:
 
     def _runs_again(self, code: Code, text: str) -> bool:
         """Was there too little room for an output? Then it runs again with more."""
-        match = _TOO_SMALL.search(text) if code == Code.INVALID_ARG else None
-        if match is None:
+        small = is_too_small(text) if code == Code.INVALID_ARG else None
+        if small is None:
             return False
         if self._run.is_over():
             self.fail((Code.CANCELLED, "the request was cancelled"))
             return True
         try:
-            bound = self._run.grown(self.step, match[1], int(match[2]))
+            bound = self._run.grown(self.step, *small)
         except InferError:
             return False
         if bound is None:
             return False
-        self._lane.submit(RemoteStep(self._run, self.step, self._lane, bound))
+        self._run.send(self.step, bound)
         self._run.look()
         return True
 

@@ -30,6 +30,7 @@ from shm.sockets import close_all
 
 LIBRARY = "broker.worker"
 SLOTS = 256  # steps at a time in one other worker; more wait here
+STREAMS = 1024  # of decoupled members; none waits: who has a slot keeps it while steps behind, which may want one, run
 WINDOW = 32  # calls that the broker has not answered; a session may have 256 waiting
 ASK_S = 1.0  # between two times that a session is asked for
 CONNECT_S = 30.0  # then what waits for one has failed
@@ -60,7 +61,7 @@ class StepSession:
         self._asked = 0
         self._lock = threading.Lock()  # of the next three, and of starting
         self._calls: deque[_Call] = deque()
-        self._lanes: dict[str, Lane] = {}
+        self._lanes: dict[tuple[str, bool], Lane] = {}
         self._thread: threading.Thread | None = None
         self._arrived: socket.socket | None = None
         self._socket: socket.socket | None = None
@@ -98,12 +99,13 @@ class StepSession:
             self._calls.append(_Call(message, fds, then, _now()))
         self.stir()
 
-    def lane(self, worker: str) -> Lane:
-        """The way to another worker."""
+    def lane(self, worker: str, streams: bool = False) -> Lane:
+        """The way to another worker; `streams`: for steps that have any number of responses."""
         with self._lock:
-            lane = self._lanes.get(worker)
+            lane = self._lanes.get((worker, streams))
             if lane is None:
-                lane = self._lanes[worker] = Lane(worker, self.stir, self._open)
+                slots = STREAMS if streams else SLOTS
+                lane = self._lanes[worker, streams] = Lane(worker, self.stir, self._open, slots, waits=not streams)
                 if self._closed is not None:
                     lane.close(self._closed)
             return lane
@@ -246,4 +248,4 @@ class StepSession:
             self._poll.register(pipe, select.POLLIN)
             lane.opened(channel)
 
-        self.call(messages.OpenChannel(worker=lane.worker, slots=SLOTS), opened)
+        self.call(messages.OpenChannel(worker=lane.worker, slots=lane.slots), opened)

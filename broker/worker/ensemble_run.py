@@ -22,7 +22,7 @@ from broker.worker.model import LoadedModel
 from broker.worker.plans import Bytes, PlacedTensor, Plan
 from broker.worker.running import check_sizes
 from shm.admission import EXPIRED, Request
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, as_infer_error, too_small
 
 if TYPE_CHECKING:
     from broker.worker.ensemble import Ensemble
@@ -64,7 +64,14 @@ class Run(Withdrawable):
         "_values",
     )
 
-    def __init__(self, ensemble: Ensemble, request: Request, submit: Submit, publish: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        ensemble: Ensemble,
+        request: Request,
+        submit: Submit,
+        publish: Callable[[], None],
+        behind: frozenset[str] = frozenset(),
+    ) -> None:
         plan = request.plan
         assert isinstance(plan, Plan)
         self._ensemble, self._request, self._plan = ensemble, request, plan
@@ -73,7 +80,7 @@ class Run(Withdrawable):
         self._ended: list[Request] = []
         self._steps: dict[Request, None] = {}  # queued or running
         self._advancing = True
-        self._prepared: Prepared = ensemble.prepared(plan, request)
+        self._prepared: Prepared = ensemble.prepared(plan, request, behind)
         self._progress = Progress(self._prepared.needed)
         self._members: dict[int, LoadedModel] = {}
         self._values: dict[str, Value] = {}  # what exists
@@ -253,11 +260,9 @@ class Run(Withdrawable):
     def _fail(self, error: Exception, at: int = -1) -> None:
         if self._request.code:
             return  # the first one tells
-        code, text = Code.INTERNAL, f"{type(error).__name__}: {error}"
-        if isinstance(error, InferError):
-            code, text = Code[error.code], error.message
+        error = as_infer_error(error)
         where = f" ({told(self._ensemble.graph.steps[at], at, self._values)})" if at >= 0 else ""
-        self._request.fail(code, f"in ensemble '{self._ensemble.model.name}', {text}{where}")
+        self._request.fail(Code[error.code], f"in ensemble '{self._ensemble.model.name}', {error.message}{where}")
 
     def _finish(self) -> None:
         request = self._request
@@ -317,11 +322,7 @@ class Run(Withdrawable):
             raise not_fitting(tensor.name, shape, model.name, wanted)
         size = value.byte_size
         if not (tensor.open and tensor.make_room(size)) and size > tensor.place.byte_size:
-            raise InferError(
-                Code.INVALID_ARG,
-                f"shared memory size specified with the request for output '{tensor.name}'"
-                f" ({tensor.place.byte_size} bytes) should be at least {size} bytes to hold the results",
-            )
+            raise InferError(Code.INVALID_ARG, too_small(f"output '{tensor.name}'", tensor.place.byte_size, size))
         return shape
 
 

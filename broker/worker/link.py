@@ -11,9 +11,8 @@ import threading
 from typing import final
 
 from broker.worker.messages import LinkMessage, Refused, ToWorker, decode_to_worker, encode, sendable
-from broker.worker.tracebacks import described
 from shm import sockets
-from shm.errors import InferError
+from shm.errors import InferError, described
 
 SEND_MS = 10_000
 

@@ -143,6 +143,7 @@ class BindPlan(LinkMessage, frozen=True, kw_only=True, tag=True):
     responses: int = 0  # see `shm.messages.Prepare`
     parameters: dict[str, bool | int | float | str] = {}  # see `shm.parameters`
     step: bool = False  # see `shm.messages.PrepareStep`
+    credit: PlanTensor | None = None  # likewise
 
 
 class DropPlan(LinkMessage, frozen=True, kw_only=True, tag=True):

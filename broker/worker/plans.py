@@ -83,6 +83,7 @@ class Plan:
         "bindings",
         "busy",
         "closed",
+        "credit",
         "crowded",
         "crowds",
         "generation",
@@ -135,6 +136,8 @@ class Plan:
         self.reads: dict[int, int] = {}
         self.inputs = tuple(_placed(t, regions, message.input_positions, False, message) for t in message.inputs)
         self.outputs = tuple(_placed(t, regions, message.output_positions, True, message) for t in message.outputs)
+        # How many parts of responses were taken, where a channel's count does not tell; see `shm.messages.PrepareStep`.
+        self.credit = None if message.credit is None else _placed(message.credit, regions, 1, False, message)
         self.shared = tuple({t.region for t in (*self.inputs, *self.outputs) if t.region.info.kind == "system"})
         tensors = (*self.inputs, *self.outputs)
         self.windows = tuple({t.region.gpu for t in tensors if t.region.gpu is not None})  # memory of GPUs
@@ -176,7 +179,8 @@ class Plan:
 
     def names(self, region: Region) -> bool:
         """Does any tensor lie in `region`?"""
-        return any(t.region is region for t in (*self.inputs, *self.outputs))
+        tensors = (*self.inputs, *self.outputs) if self.credit is None else (*self.inputs, *self.outputs, self.credit)
+        return any(tensor.region is region for tensor in tensors)
 
     def forget_bindings(self) -> None:
         """Let go of the model it was bound to."""
@@ -186,6 +190,7 @@ class Plan:
         """Let go of every mapping. No request of the plan is live and none will be admitted."""
         self.forget_bindings()
         self.inputs = self.outputs = ()
+        self.credit = None
         self.shared = ()
         self.windows = ()
 

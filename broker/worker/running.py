@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 
 from broker.worker.model import Instance
 from broker.worker.plans import Plan
-from broker.worker.tracebacks import complain, described
+from broker.worker.tracebacks import complain
 from shm import statistics
 from shm.admission import Request
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, described
 
 _now = time.monotonic_ns
 

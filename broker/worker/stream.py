@@ -11,8 +11,7 @@ from typing import Any, Protocol, final
 
 import numpy.typing as npt
 
-from broker.worker.tracebacks import described
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, described
 from shm.parameters import Parameter
 
 Arrays = Mapping[str, npt.NDArray[Any]]

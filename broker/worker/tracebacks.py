@@ -74,15 +74,6 @@ class Tracebacks:
         return since if is_due else 0
 
 
-def described(error: BaseException) -> str:
-    """What clients are told of an exception of a model's code, even if its own `__str__` fails."""
-    try:
-        text = str(error).strip()
-    except Exception:
-        text = "its text cannot be had, its __str__ failed"
-    return f"{type(error).__name__}: {text}"
-
-
 def _entries(entry: TracebackType | None) -> Iterator[TracebackType]:
     while entry is not None:
         yield entry

@@ -18,9 +18,8 @@ from broker.worker.backends import Operand, RuntimeModel, bind
 from broker.worker.backends.builtin import array_of
 from broker.worker.padding import made_inputs
 from broker.worker.stream import Stream
-from broker.worker.tracebacks import described
 from shm import datatypes
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, described
 
 Bytes = npt.NDArray[np.uint8]
 Shape = tuple[int, ...]

@@ -27,7 +27,7 @@ from clientlib.remote.transport import InferAnswer, InferRequest, cancelled
 from clientlib.results import InferResult
 from clientlib.streams import Stream
 from clientlib.submission import NOT_CARRIED, check_all, check_options, deadline_ns_of
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, described
 
 if TYPE_CHECKING:
     from clientlib.remote.client import RemoteClient
@@ -72,7 +72,7 @@ def ended_result(layout: Layout, at: Position, copied: int, end: InferAnswer | I
     except InferError as error:
         return error
     except Exception as error:  # by who waits for the result: the thread that brings the answer serves others too
-        return InferError(Code.INTERNAL, f"the server's answer cannot be read: {type(error).__name__}: {error}")
+        return InferError(Code.INTERNAL, f"the server's answer cannot be read: {described(error)}")
     finally:
         layout.ranges.live.pop(at.output_slot, None)
 

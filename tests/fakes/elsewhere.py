@@ -40,8 +40,13 @@ class Session:
 
     def need(self) -> None: ...
 
-    def lane(self, worker: str) -> Session:
+    def lane(self, worker: str, streams: bool = False) -> Session:
         return self
+
+    worker = "cpu/other"
+
+    def cost_ns(self, now: int) -> int:
+        return 0
 
     def call(self, message: messages.Message, then: Any = lambda reply, fds: None, fds: Any = ()) -> None:
         close_all(fds)
@@ -113,7 +118,7 @@ class SpreadBench(Workbench):
         steps = config.ensemble.step
         members = {n: self.models[steps[n].model_name].config.as_remote for n in at}
         return replace(
-            config, remote={n: RemoteMember(worker="cpu/other", config=c, **more) for n, c in members.items()}
+            config, remote={n: RemoteMember(workers=("cpu/other",), config=c, **more) for n, c in members.items()}
         )
 
     def load(self, config: ModelConfig) -> LoadedModel:

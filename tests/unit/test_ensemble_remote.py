@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from broker.repository.scheduling import Step
-from broker.worker import ensemble_remote, ensemble_remote_plans
+from broker.worker import ensemble_remote, ensemble_remote_pool, ensemble_remote_prepared
 from shm.errors import Code
 from shm.recovery import TWICE
 from tests.fakes.elsewhere import SpreadBench
@@ -43,7 +43,7 @@ class SpreadFlow(Flow):
 @given(st.data(), st.sampled_from([8, 4096]))
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_random_flows_against_a_plain_evaluation(data, room):
-    known, ensemble_remote_plans.ROOM = ensemble_remote_plans.ROOM, room
+    known, ensemble_remote_prepared.ROOM = ensemble_remote_prepared.ROOM, room
     bench = SpreadBench()
     try:
         flow = SpreadFlow(bench, data)
@@ -51,7 +51,7 @@ def test_random_flows_against_a_plain_evaluation(data, room):
         flow.check_end()
         assert bench.leftovers()[0] == 0
     finally:
-        ensemble_remote_plans.ROOM = known
+        ensemble_remote_prepared.ROOM = known
         bench.close()
 
 
@@ -112,7 +112,7 @@ def test_what_was_prepared_goes_with_the_ensemble(bench):
 
 
 def test_a_bounded_number_of_what_was_prepared_is_kept(bench, monkeypatch):
-    monkeypatch.setattr(ensemble_remote, "MAX_POOLED", 2)
+    monkeypatch.setattr(ensemble_remote_pool, "MAX_POOLED", 2)
     model = chain(bench, {1})
     plan = bench.plan(model, (4, WIDTH), ["OUT"])
     for rows in (1, 2, 3, 4, 4):
@@ -123,7 +123,7 @@ def test_a_bounded_number_of_what_was_prepared_is_kept(bench, monkeypatch):
 
 
 def test_a_bounded_number_of_bytes_is_kept(bench, monkeypatch):
-    monkeypatch.setattr(ensemble_remote, "PREPARED_BYTES", 10)
+    monkeypatch.setattr(ensemble_remote_pool, "PREPARED_BYTES", 10)
     model = chain(bench, {1})
     bench.ask(bench.plan(model, (4, WIDTH), ["OUT"]), 0, ones(), rows=1)
     bench.drain()
@@ -142,7 +142,7 @@ def test_too_many_requests_at_a_time_are_refused(bench, monkeypatch):
 
 
 def test_an_output_larger_than_its_room_runs_again_with_more(bench, monkeypatch):
-    monkeypatch.setattr(ensemble_remote_plans, "ROOM", 4)
+    monkeypatch.setattr(ensemble_remote_prepared, "ROOM", 4)
     model = chain(bench, {1}, dims=(-1,))
     plan = bench.plan(model, (4, WIDTH), ["OUT"])
     request = bench.ask(plan, 0, ones(4), rows=4)
@@ -157,7 +157,7 @@ def test_an_output_larger_than_its_room_runs_again_with_more(bench, monkeypatch)
 
 @pytest.mark.parametrize("more", [{"retry": False}, {"sequences": True}])
 def test_what_may_not_run_twice_fails_once_for_want_of_room(bench, monkeypatch, more):
-    monkeypatch.setattr(ensemble_remote_plans, "ROOM", 4)
+    monkeypatch.setattr(ensemble_remote_prepared, "ROOM", 4)
     model = chain(bench, {1}, dims=(-1,), **more)
     plan = bench.plan(model, (4, WIDTH), ["OUT"])
     request = bench.ask(plan, 0, ones(4), rows=4)

@@ -46,7 +46,7 @@ class Bench:
     def __init__(self, slots: int) -> None:
         self.twin = Twin(slots)
         self.asked = 0
-        self.lane = Lane("cpu/other", lambda: None, self._reopen)
+        self.lane = Lane("cpu/other", lambda: None, self._reopen, slots)
         self.steps: list[Step] = []
 
     def _reopen(self, lane: Lane) -> None:

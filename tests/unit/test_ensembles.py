@@ -170,12 +170,12 @@ def test_an_ensemble_is_where_most_of_its_members_are_else_where_the_first_is():
     assert [group("a"), group("a", "b"), group("b", "a"), group("a", "b", "b"), group("a", "b", "a")] == list("aabba")
 
 
-def test_what_a_worker_cannot_run():
+def test_members_may_be_in_other_workers_decoupled_or_not():
     one = step("a", "IN", "OUT")
     two = step("b", "IN", "more")
     here, there = identity("a", 16), identity("b", 16, parameters={"worker_group": "other"})
-    accept(ensemble(one, two), here, there)
-    assert "all its members must be in one worker;" in refusal(ensemble(one, two), here, replace(there, decoupled=True))
+    for decoupled in (False, True):
+        accept(ensemble(one, two), here, replace(there, decoupled=decoupled))
 
 
 SUM = Step(model_name="sum", input_map={"A": "left", "B": "right"}, output_map={"Y": "OUT"})

@@ -12,6 +12,7 @@ from clientlib.homes import Homes
 from clientlib.load import Load
 from clientlib.spread import Spread
 from clientlib.submission import NO_ROUTE
+from shm.costs import HALF_NS
 
 A, B, C = "cpu/a", "cpu/b", "cpu/c"
 
@@ -73,10 +74,10 @@ def test_what_was_slow_once_is_tried_again(bench: Bench) -> None:
     bench.took(b=40_000, c=10**9)
     assert bench.picks() == {A}
     for _ in range(4):
-        bench.now += spread.HALF_NS
+        bench.now += HALF_NS
         bench.spread.pick(NO_ROUTE)
     assert bench.picks(1) <= {A, B}
-    bench.now += 3 * spread.HALF_NS
+    bench.now += 3 * HALF_NS
     assert B in bench.picks(3)
 
 

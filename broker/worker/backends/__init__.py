@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.repository.config import InstanceGroup, ModelConfig
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, described
 from shm.parameters import Parameter
 
 if TYPE_CHECKING:
@@ -168,8 +168,7 @@ def find(config: ModelConfig) -> Backend:
         except Exception as error:  # a runtime's own libraries fail in many ways
             raise InferError(
                 Code.UNAVAILABLE,
-                f"backend '{config.backend}' of model '{config.name}' cannot be imported: "
-                f"{type(error).__name__}: {error}",
+                f"backend '{config.backend}' of model '{config.name}' cannot be imported: " + described(error),
             ) from None
         return module
     known = sorted({entry.name for entry in importlib.metadata.entry_points(group="tensorbroker.backends")})
@@ -223,7 +222,7 @@ def _from_file(path: str) -> Backend:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise InferError(Code.INTERNAL, f"{path} raised {type(error).__name__}: {error}") from error
+        raise InferError(Code.INTERNAL, f"{path} raised {described(error)}") from error
     if not callable(getattr(module, "load", None)):
         raise InferError(Code.INVALID_ARG, f"{path} has no function 'load'")
     found: Backend = module

@@ -20,7 +20,7 @@ from broker.worker.backends.tensorrt_engine import IoTensor, Log, check, io_tens
 from broker.worker.cuda.staging import Scratch, no_strings
 from broker.worker.cuda.streams import Lane
 from shm.cuda.driver import Device, find_device
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, described
 
 MODULES: Final = ("tensorrt", "tensorrt_lean")
 _YES: Final = ("true", "1", "yes")
@@ -38,7 +38,7 @@ def runtime_module() -> Any:
         try:
             return importlib.import_module(name)
         except Exception as error:  # its libraries fail to load in many ways
-            reasons.append(f"{name}: {type(error).__name__}: {error}")
+            reasons.append(f"{name}: {described(error)}")
     raise InferError(
         Code.UNAVAILABLE,
         f"TensorRT cannot be imported ({'; '.join(reasons)}): pip install 'tensorbroker[tensorrt]', or "
