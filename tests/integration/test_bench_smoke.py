@@ -45,6 +45,7 @@ NETWORKS = {
     for network in ("squeezenet", "resnet50")
     for load in (
         "4 clients, batches ≤ 4, an instance per core",
+        "8 clients, batches ≤ 8, an instance per core",
         "4 clients, batches ≤ 4",
         "4 clients, batches ≤ 2",
         "8 clients, batches ≤ 8",
