@@ -6,7 +6,7 @@ TensorRT is a double (tests/doubles/tensorrt.py); the models on the CPU are buil
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -78,18 +78,60 @@ def worker_of(broker: Broker, key: str) -> dict[str, object]:
     return next(row for row in broker.status()["workers"] if row["key"] == key)
 
 
-@pytest.mark.parametrize("kind", ["gpu", "legacy"])
-def test_a_gpu_model_runs_on_the_clients_gpu_memory(broker: Broker, user: Child, cuda_sim: CudaEnv, kind: str) -> None:
-    user.call("allocate", "r", kind)
-    user.call("prepare", "add", {"INPUT0": "r", "INPUT1": "r"}, {"OUTPUT0": "r"}, [1, 4])
-    assert user.call("infer", {"INPUT0": 1, "INPUT1": 2}, "OUTPUT0") == [0, 3, 3, 3, 3]
-    before = cuda_sim.calls(worker_of(broker, "gpu0/tensorrt")["pid"])  # type: ignore[arg-type]
-    for _ in range(5):
-        assert user.call("infer", {"INPUT0": 3, "INPUT1": 4}, "OUTPUT0") == [0, 7, 7, 7, 7]
-    after = cuda_sim.calls(worker_of(broker, "gpu0/tensorrt")["pid"])  # type: ignore[arg-type]
-    grown = {name for name in after if after[name] != before.get(name)} - {"cuCtxPushCurrent"}  # once per thread
-    doubles = {"cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync", "cuLaunchHostFunc"}
-    assert grown == doubles | {"cuEventRecord", "cuEventSynchronize"}, "no open, no context, no copy of ours"
+DOUBLES = {"cuMemcpyDtoHAsync": 2, "cuMemcpyHtoDAsync": 1, "cuLaunchHostFunc": 1}  # what its `add` enqueues
+DONE = {"cuEventRecord": 1, "cuEventSynchronize": 1}
+
+
+def per_request(env: CudaEnv, pid: int, ask: Callable[[], object], times: int = 10) -> dict[str, float]:
+    """How often worker `pid` calls each function of the driver for one request, once all of them are alike.
+
+    Without cuCtxPushCurrent, which each of a worker's few threads calls once.
+    """
+    for _ in range(3):
+        ask()
+    before = env.calls(pid)
+    for _ in range(times):
+        ask()
+    now = env.calls(pid)
+    pushed = now["cuCtxPushCurrent"] - before["cuCtxPushCurrent"]
+    assert pushed <= THREADS, f"{pushed} times"
+    grown = {name: (now[name] - before.get(name, 0)) / times for name in now.keys() - {"cuCtxPushCurrent"}}
+    return {name: calls for name, calls in grown.items() if calls}
+
+
+THREADS = 4
+# What a request costs in calls of the driver: no open, no context, no allocation, and copies only where memory lies
+# elsewhere than its model runs. The figures are the design's: a call more fails here.
+CALLS: dict[str, tuple[str, str, str, dict[str, int]]] = {
+    "in place": ("add", "gpu", "gpu", DOUBLES | DONE),
+    "in place, by handle": ("add", "legacy", "legacy", DOUBLES | DONE),
+    "host to GPU": ("add", "host", "host", {**DOUBLES, "cuMemcpyHtoDAsync": 1 + 2, "cuMemcpyDtoHAsync": 2 + 1} | DONE),
+    "GPU to host": ("on_cpu", "gpu", "gpu", {"cuMemcpyDtoHAsync": 1, "cuMemcpyHtoDAsync": 1}),
+    "GPU to host, input alone": ("on_cpu", "gpu", "host", {"cuMemcpyDtoHAsync": 1}),
+    "host alone": ("on_cpu", "host", "host", {}),
+}
+
+
+@pytest.mark.parametrize("way", CALLS)
+def test_calls_of_the_driver_per_request(broker: Broker, user: Child, cuda_sim: CudaEnv, way: str) -> None:
+    model, source, target, expected = CALLS[way]
+    user.call("allocate", "in", source)
+    if target != source:
+        user.call("allocate", "out", target)
+    names = ("INPUT0", "INPUT1") if model == "add" else ("INPUT0",)
+    user.call("prepare", model, dict.fromkeys(names, "in"), {"OUTPUT0": "in" if target == source else "out"}, [1, 4])
+    worker = "gpu0/tensorrt" if model == "add" else "cpu/default"
+    values = dict.fromkeys(names, 3)
+    pid: int = worker_of(broker, worker)["pid"]  # type: ignore[assignment]
+    found = per_request(cuda_sim, pid, lambda: user.call("infer", values, "OUTPUT0"))
+    if model == "on_cpu":  # each side is waited for: the input before the run, the output before the answer
+        sides = sum(expected.values())
+        expected = expected | {name: sides for name in DONE if sides}
+    assert found == expected
+    copied, *result = user.call("infer", values, "OUTPUT0")
+    assert result == [3 * len(names)] * 4
+    if way.startswith("in place"):
+        assert copied == 0, "not a byte on the host"
 
 
 @pytest.mark.parametrize("model", ["on_cpu", "near"])
