@@ -36,8 +36,8 @@ class PlanBook(Protocol):
         """Remember, for plans made later, that this pair is refused until then (CLOCK_MONOTONIC)."""
 
 
-def bury(channels: Iterable[ChannelRecord], plans: PlanBook, now_ns: int) -> list[tuple[int, str]]:
-    """End what was running and must not run again; all else waits for the replacement.
+def bury(channels: Iterable[ChannelRecord], plans: PlanBook, now_ns: int, reason: str = "") -> list[tuple[int, str]]:
+    """End what was running and must not run again, `reason` told; all else waits for the replacement.
 
     Returns the (session, model) of each request that was alone at its second death.
     """
@@ -52,6 +52,7 @@ def bury(channels: Iterable[ChannelRecord], plans: PlanBook, now_ns: int) -> lis
                 record.slots,
                 lambda word, session=session: plans.retryable(session, word),  # type: ignore[misc]
                 now_ns,
+                reason,
             )
         except Exception:  # the other channels' requests must have their endings whatever is wrong with this one
             _log.exception("channel %d cannot be buried", record.channel)

@@ -234,10 +234,10 @@ class Worker:
 
     # --- its life --------------------------------------------------------------------------------------------------
 
-    def kill(self, reason: str) -> None:
-        """SIGKILL the current process; it is replaced as after any death."""
+    def kill(self, reason: str, told: str = "") -> None:
+        """SIGKILL the current process; it is replaced as after any death. As `WorkerProcess.kill`."""
         if self._state.process is not None:
-            self._state.process.kill(reason)
+            self._state.process.kill(reason, told)
 
     def look_after(self, busy: bool, now_ns: int) -> None:
         """Kill the process if it gives no sign of life. Called every now and then; `busy`: an instance runs."""
@@ -330,7 +330,7 @@ class Worker:
         now_ns = time.monotonic_ns()
         plans = None if self._kill_next else self._owner.plans
         if plans is not None:
-            for session, model in bury(self._records.values(), plans, now_ns):
+            for session, model in bury(self._records.values(), plans, now_ns, process.kill_told):
                 self._owner.blame(session, model, now_ns, self)
         self._owner.blocks.abandon(tuple(self.instances))
         self._was_ready |= bool(self._state.loading)  # there is a limit to deaths of loads: no need to wait in between

@@ -95,6 +95,7 @@ class WorkerProcess:
         "_writing",
         "died",
         "kill_reason",
+        "kill_told",
         "life",
         "pid",
         "pidfd",
@@ -114,7 +115,7 @@ class WorkerProcess:
         self.pid = pid
         self.pidfd = pidfd
         self.life = life
-        self.kill_reason = ""
+        self.kill_reason = self.kill_told = ""
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.died = asyncio.Event()
@@ -173,9 +174,10 @@ class WorkerProcess:
         """Has the last ping been answered, or was there none?"""
         return self._ping is None or self._ping.done()
 
-    def kill(self, reason: str) -> None:
-        """SIGKILL; `reason` is what its death will be put down to."""
-        self.kill_reason = self.kill_reason or reason
+    def kill(self, reason: str, told: str = "") -> None:
+        """SIGKILL; `reason` is what its death will be put down to, `told` what clients hear of it whom it costs."""
+        if not self.kill_reason:
+            self.kill_reason, self.kill_told = reason, told
         kill(self.pidfd)
 
     def exit(self, code: int | None) -> Exit:

@@ -215,7 +215,9 @@ class Workers:
             batch, ran_s = words[hung.block * BLOCK + BATCH], (now_ns - hung.started_ns) / 1e9
             limit_s = hang_limit_s(hung.expected_ns, hung.hang_timeout_s)
             name, version = self.blocks.owner(hung.block)
+            what = f"a batch of {batch} for {ran_s:.1f} s"
+            limit = f"the limit is {limit_s:.1f} s (model parameter hang_timeout_s)"
             owners[hung.block].kill(
-                f"hung: model '{name}' version {version} had run a batch of {batch} for {ran_s:.1f} s, the limit is "
-                f"{limit_s:.1f} s (model parameter hang_timeout_s)"
+                f"hung: model '{name}' version {version} had run {what}, {limit}",
+                f"model '{name}' version {version} hung: it had run {what} without a sign of life, {limit}",
             )

@@ -73,9 +73,18 @@ def recover(channel: WorkerChannel, now_ns: int) -> Recovered:
 
 
 def bury(
-    memory_fd: int, ledger_fd: int, pipe_fd: int, slots: int, retryable: Callable[[int], bool], now_ns: int
+    memory_fd: int,
+    ledger_fd: int,
+    pipe_fd: int,
+    slots: int,
+    retryable: Callable[[int], bool],
+    now_ns: int,
+    reason: str = "",
 ) -> list[Ending]:
-    """The coroner's part: end what was running and must not run again; the rest waits for the replacement."""
+    """The coroner's part: end what was running and must not run again; the rest waits for the replacement.
+
+    `reason`: why the worker was ended, as its clients are to be told; "": nobody ended it, or it is not for them.
+    """
     endings: list[Ending] = []
     with contextlib.closing(WorkerChannel(memory_fd, ledger_fd, -1, pipe_fd, slots, {})) as channel:
         channel.words[AWAY] = 1  # clients that have a choice send new requests elsewhere
@@ -83,7 +92,7 @@ def bury(
         for request, state, entry in _unfinished(channel, now_ns):
             verdict = _sentence(request, state, retryable(entry[1]))
             if verdict is not None:
-                request.fail(*verdict)
+                request.fail(verdict[0], f"{reason}; {verdict[1]}" if reason else verdict[1])
                 channel.complete((request,))
                 endings.append(Ending(entry[1], request.attempts, verdict[1]))
         channel.ring()

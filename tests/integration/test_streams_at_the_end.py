@@ -1,4 +1,4 @@
-"""Streams when something ends: a decoupled model that hangs, and a broker that is told to stop."""
+"""When something ends: models that hang, decoupled or not, and a broker that is told to stop while streams run."""
 
 from __future__ import annotations
 
@@ -36,21 +36,48 @@ class Model:
 def load(context):
     return Model()
 """
+STUCK = """
+import time
+
+class Run:
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def run(self):
+        if self.x.memory.view("int32")[0] == 2:
+            time.sleep(3600)
+        self.y.memory[:] = self.x.memory
+
+    def results(self):
+        return []
+
+class Model:
+    def bind(self, inputs, outputs):
+        return Run(inputs[0], outputs[0])
+
+    def close(self):
+        pass
+
+def load(context):
+    return Model()
+"""
 CONFIG = """
 backend: "own"
 max_batch_size: 0
-model_transaction_policy { decoupled: true }
 input { name: "X" data_type: TYPE_INT32 dims: [ 1 ] }
 output { name: "Y" data_type: TYPE_INT32 dims: [ 1 ] }
-parameters { key: "hang_timeout_s" value { string_value: "2" } }
+parameters { key: "hang_timeout_s" value { string_value: "%s" } }
 """
+ONCE = 'parameters { key: "retry" value { string_value: "false" } }'
+DECOUPLED = "model_transaction_policy { decoupled: true }"
 
 
 def repository(root: Path) -> Path:
     write_models(root)
-    (root / "forever" / "1").mkdir(parents=True)
-    (root / "forever" / "config.pbtxt").write_text(CONFIG)
-    (root / "forever" / "backend.py").write_text(FOREVER)
+    for name, config, code in (("forever", CONFIG % 2 + DECOUPLED, FOREVER), ("stuck", CONFIG % 0.5 + ONCE, STUCK)):
+        (root / name / "1").mkdir(parents=True)
+        (root / name / "config.pbtxt").write_text(config)
+        (root / name / "backend.py").write_text(code)
     return root
 
 
@@ -61,6 +88,12 @@ def start(tmp_path: Path) -> Callable[..., Any]:
     return lambda kind, *flags: kind(models, directory, *flags)
 
 
+HUNG = (
+    r"model '%s' version 1 hung: it had run a batch of 1 for \d+\.\d s without a sign of life, the limit is %s s "
+    r"\(model parameter hang_timeout_s\); the worker died while it ran this request, and its model does not allow"
+)
+
+
 def x(value: int) -> dict[str, np.ndarray]:
     return {"X": np.array([value], np.int32)}
 
@@ -69,11 +102,22 @@ def test_an_execute_that_hangs_is_seen_and_one_that_asks_whether_it_is_wanted_is
     with start(Broker) as broker, clientlib.connect(broker.ready().directory) as client:
         with pytest.raises(InferError, match="Request timeout expired"):
             next(client.stream("forever", x(1), timeout=5))
-        with pytest.raises(InferError, match="the worker died while it ran this request"):
+        with pytest.raises(InferError, match=HUNG % ("forever", "2.0")):
             next(client.stream("forever", x(2), timeout=LIMIT_S))
         eventually(lambda: "hung: model 'forever' version 1" in broker.log())
         assert broker.log().count("hung:") == 1
         assert next(client.stream("forever", x(3), timeout=LIMIT_S))["Y"][0] == 3
+
+
+def test_who_waits_for_a_model_that_hangs_is_told_so_everywhere(start) -> None:
+    with start(Gateway) as broker:
+        broker.ready()
+        for wire in ("native", "http", "grpc", "zmq"):
+            with clientlib.connect(url_of(broker, wire)) as client:
+                with pytest.raises(InferError, match=HUNG % ("stuck", "0.5")) as caught:
+                    client.infer("stuck", x(2), timeout=LIMIT_S)
+                assert caught.value.code == "UNAVAILABLE"
+                assert client.infer("stuck", x(3), timeout=LIMIT_S)["Y"][0] == 3
 
 
 def test_a_stop_waits_for_the_last_response(start) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from shm.errors import Code, InferError
 from shm.memory import sealed_memfd
+from shm.recovery import DIED
 from tests.fakes.channel import PLAN, Plan, Twin, submit, take
 from tests.fakes.processes import children, descriptors, in_loop, until
 from tests.fakes.workers import (  # noqa: F401 (fixtures)
@@ -46,12 +47,13 @@ async def test_endings_come_with_the_death(journal: Journal, retryable: bool) ->
             _, queued = submit(client)
             await worker.attach_channel(record_of(twin))
             pid = worker.pid
-            worker.kill("a test")
+            worker.kill("a test", "a test ended it")
             await replaced(worker, pid)
             client.reap()
             assert (started.finals, queued.finals) == (0 if retryable else 1, 0)
             if not retryable:
                 assert started.code == Code.UNAVAILABLE
+                assert started.text.startswith(f"a test ended it; {DIED}")
         client.reap()  # the broker has stopped: everything has its ending
         assert (started.finals, queued.finals) == (1, 1)
         assert "Server is stopping" in queued.text
