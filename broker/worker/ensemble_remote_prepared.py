@@ -69,8 +69,9 @@ class SharedPrepared(Prepared):
 
     def bind(self, at: int, plan: Plan, step: Step, member: RemoteMember, owner: int) -> Bound:
         """Have the plan of a step prepared where its member is, unless it is that which was prepared last."""
-        bound, ensemble = self.bound.get(at), self._ensemble
+        ensemble = self._ensemble
         places = self._places_of(at, plan, step) if member.config.decoupled else None
+        bound = self.bound.get(at)
         if bound is not None and bound.plan is plan and bound.places is places:
             return bound
         if bound is not None:
