@@ -24,7 +24,7 @@ from tests.fakes.cuda_worker import BACKEND
 from tests.fakes.gateways import Gateway
 from tests.fakes.lone_worker import WAIT, Gate
 from tests.fakes.zmq_gateway import HandZmqClient
-from tests.integration.test_cuda_served import ADDER, IDENTITY, PIPE, PLAN
+from tests.integration.test_cuda_served import ADDER, DONE, DOUBLES, IDENTITY, PIPE, PLAN, per_request
 from tests.integration.test_principals import CONFIG as GATED
 
 pytestmark = pytest.mark.timeout(120)
@@ -147,6 +147,13 @@ def test_tritons_flow(broker: Gateway, env: CudaEnv, user: Child) -> None:
     assert user.call("status") == []
     assert [now - then for then, now in zip(first, opens(broker, env), strict=True)] == [2, 2]
     assert user.call("destroy", "in") + user.call("destroy", "out") == 1
+
+
+def test_the_driver_is_called_as_for_a_native_request(broker: Gateway, env: CudaEnv, user: Child) -> None:
+    user.call("create", "g", SIZE, 0)
+    assert user.call("register", "g", "g", 0, SIZE) == ""
+    asked = "add", {"INPUT0": ("g", 0), "INPUT1": ("g", 0)}, {"OUTPUT0": ("g", APART)}, SHAPE
+    assert per_request(env, worker(broker), lambda: user.call("infer", *asked)) == DOUBLES | DONE
 
 
 def test_memory_of_all_kinds_in_one_request(user: Child) -> None:

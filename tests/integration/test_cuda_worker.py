@@ -6,6 +6,7 @@ runtimes; TensorRT is a double (tests/doubles/tensorrt.py).
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -139,8 +140,10 @@ def test_host_memory_is_pinned_once_and_copied_to_the_gpu(tmp_path: Path, cuda_e
             assert grown(cuda_env, gpu, before)["cuMemHostUnregister"] == 1
 
 
-def test_batches_are_put_together_on_the_gpu(tmp_path: Path, gpu: LoneWorker, application: Child) -> None:
-    """Rows of two sessions, of GPU and host memory, aligned or not."""
+def test_batches_are_put_together_on_the_gpu(
+    tmp_path: Path, cuda_env: CudaEnv, gpu: LoneWorker, application: Child
+) -> None:
+    """Rows of two sessions, of GPU and host memory, aligned or not: a copy for each, and two waits for all."""
     batching = DynamicBatching(preferred_batch_size=(6,), max_queue_delay_microseconds=20_000_000)
     config = adder(tmp_path, dynamic_batching=batching)
     block = gpu.load(config)
@@ -151,19 +154,27 @@ def test_batches_are_put_together_on_the_gpu(tmp_path: Path, gpu: LoneWorker, ap
             (one, add_plan(one, config, memories[1])),
             (two.attach(), add_plan(two, config, memories[2])),
         ]
-        pending = []
-        for at, (caller, plan) in enumerate(plans):
-            for position in range(2):
-                fill(memories[at], position, 10 * at, position)
-                pending.append((caller, caller.submit(plan, position)))
-        for caller, each in pending:
-            caller.wait(each)
-            assert (each.code, each.text) == (Code.OK, "")
-            assert each.copied == 3 * ROW
-        found = [[result(memory, position)[0] for position in range(2)] for memory in memories]
-        assert found == [[0, 1], [10, 11], [20, 21]]
-        assert copied(block) == {"gather": 6 * 2 * ROW, "scatter": 6 * ROW}
-        assert block[statistics.EXECUTIONS] == 1
+        for turn in (1, 2):
+            before = cuda_env.calls(gpu.pid)
+            pending = []
+            for at, (caller, plan) in enumerate(plans):
+                for position in range(2):
+                    fill(memories[at], position, 10 * at, position)
+                    pending.append((caller, caller.submit(plan, position)))
+            for caller, each in pending:
+                caller.wait(each)
+                assert (each.code, each.text) == (Code.OK, "")
+                assert each.copied == 3 * ROW
+            found = [[result(memory, position)[0] for position in range(2)] for memory in memories]
+            assert found == [[0, 1], [10, 11], [20, 21]]
+            assert copied(block) == {"gather": turn * 6 * 2 * ROW, "scatter": turn * 6 * ROW}
+            assert block[statistics.EXECUTIONS] == turn
+        if cuda_env.simulated:
+            calls = grown(cuda_env, gpu, before)
+            calls.pop("cuCtxPushCurrent", 0)  # of a thread that is here for the first time
+            doubles = {"cuMemcpyDtoHAsync": 2, "cuMemcpyHtoDAsync": 1, "cuLaunchHostFunc": 1}
+            ours = {"cuMemcpyDtoDAsync": 4 * 3, "cuMemcpyHtoDAsync": 2 * 2, "cuMemcpyDtoHAsync": 2}
+            assert calls == Counter(doubles) + Counter(ours) + Counter(cuEventRecord=2, cuEventSynchronize=2)
 
 
 def test_neighbours_of_a_ring_run_in_place(tmp_path: Path, gpu: LoneWorker, application: Child) -> None:
