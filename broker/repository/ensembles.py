@@ -132,6 +132,12 @@ def check_members(config: ModelConfig, configs: Mapping[str, ModelConfig]) -> No
         _check_inputs(config.name, step, member, known)
         _check_outputs(config.name, step, member, known)
     _check_responses(config, config.ensemble, configs)
+    if config.response_cache and is_decoupled(config, configs):
+        raise InferError(
+            Code.INVALID_ARG,
+            f"Response Cache does not currently support model {config.name} with 'decoupled' transaction policy. "
+            "Please disable the response cache.",
+        )
 
 
 def _check_inputs(ensemble: str, step: Step, member: ModelConfig, known: dict[str, _Tensor]) -> None:

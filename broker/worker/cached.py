@@ -81,8 +81,9 @@ class Cached:
             model, version, _ = self._owner
             size = sum(len(each.data) for each in response.outputs)
             print(
-                f"model '{model}' version {version}: a response of {size} bytes is not cached, the cache has"
-                f" {self._cache.byte_size} (--cache-config local,size=…); others like it are not mentioned",
+                f"Failed to insert key [{key[1].hex()}] into response cache: a response of {size} bytes of model "
+                f"'{model}' version {version} is not cached, the cache has {self._cache.byte_size} (--cache-config "
+                "local,size=…); others like it are not mentioned",
                 file=sys.stderr,
                 flush=True,
             )

@@ -181,6 +181,15 @@ def test_members_may_be_in_other_workers_decoupled_or_not():
 SUM = Step(model_name="sum", input_map={"A": "left", "B": "right"}, output_map={"Y": "OUT"})
 
 
+def test_answers_of_decoupled_members_cannot_be_cached():
+    kept = ensemble(step("a", "IN", "OUT"), response_cache=True)
+    accept(kept, identity("a", 16))
+    assert refusal(kept, identity("a", 16, decoupled=True)) == (
+        "Response Cache does not currently support model E with 'decoupled' transaction policy. Please disable the "
+        "response cache."
+    )
+
+
 def test_responses_of_decoupled_members_side_by_side_belong_to_nobody():
     a, b = identity("a", 16, decoupled=True), identity("b", 16, decoupled=True)
     total = model("sum", (tensor("A", 16), tensor("B", 16)), (tensor("Y", 16),))
