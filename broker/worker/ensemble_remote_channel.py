@@ -60,7 +60,7 @@ class Lane:
         self._opening = False
         self._closed: Verdict | None = None
         self._used_ns = 0  # when a step was last sent here
-        self._moved = (0, 0)  # completions so far, and when they were found to have changed
+        self._moved = (-1, 0)  # completions so far, and when they were found to have changed
 
     def submit(self, sends: Sends) -> None:
         """It ends by `settle` or `fail`, once."""

@@ -10,7 +10,7 @@ import pytest
 from broker.worker.ensemble_remote_channel import Lane
 from shm.admission import EXPIRED, Request, Verdict
 from shm.errors import Code, InferError
-from shm.layout import CODE_MASK
+from shm.layout import AWAY, CODE_MASK
 from tests.fakes.channel import PLAN, Plan, Twin, take
 
 STOPPED = (Code.UNAVAILABLE, "it is stopping")
@@ -43,10 +43,10 @@ class Step:
 class Bench:
     """A lane and the other worker's end of its channel."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, waits: bool = True) -> None:
         self.twin = Twin(slots)
         self.asked = 0
-        self.lane = Lane("cpu/other", lambda: None, self._reopen, slots)
+        self.lane = Lane("cpu/other", lambda: None, self._reopen, slots, waits)
         self.steps: list[Step] = []
 
     def _reopen(self, lane: Lane) -> None:
@@ -181,6 +181,35 @@ def test_what_runs_is_asked_to_end_and_ends_once(bench):
     bench.worker.complete((request,))
     bench.lane.look(1)
     assert step.ends == [(Code.OK, "")]
+
+
+def test_where_steps_keep_their_slots_for_long_one_too_many_is_refused_and_not_queued():
+    bench = Bench(4, waits=False)
+    early = bench.submit()  # before there is a channel, all of them wait
+    bench.open()
+    bench.lane.look(1)
+    steps = [bench.submit() for _ in range(3)]
+    refused = bench.submit()
+    assert refused.ends == [(Code.UNAVAILABLE, "4 requests have responses to come from 'cpu/other'")]
+    assert bench.serve() == [0, 1, 2, 3]
+    assert all(step.ends == [(Code.OK, "")] for step in (early, *steps))
+    again = bench.submit()
+    bench.serve()
+    assert again.ends == [(Code.OK, "")]
+    bench.twin.close()
+
+
+def test_what_a_step_costs_follows_from_what_is_there_and_for_how_long(bench):
+    assert bench.lane.cost_ns(1) == 1000, "nothing is known"
+    bench.open()
+    for _ in range(3):
+        bench.submit()
+    assert bench.lane.cost_ns(1000) == 4 * 1000
+    assert bench.lane.cost_ns(6000) == 4 * 5000, "none has ended for long"
+    bench.serve()
+    assert bench.lane.cost_ns(7000) == 1000
+    bench.worker.words[AWAY] = 1
+    assert bench.lane.cost_ns(7000) is None
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -9,7 +9,7 @@ import pytest
 
 from clientlib import homes, spread
 from clientlib.homes import Homes
-from clientlib.load import Load
+from clientlib.load import FRESH_NS, Load
 from clientlib.spread import Spread
 from clientlib.submission import NO_ROUTE
 from shm.costs import HALF_NS
@@ -146,3 +146,22 @@ def test_where_steps_come_by_several_processes_the_id_decides(monkeypatch: pytes
         home = one.spread.pick((number, True, False))
         assert other.spread.pick((number, False, False)) == home
     assert {one.spread.pick((number, True, False)) for number in range(1, 100)} == {A, B, C}
+
+
+def test_with_many_channels_what_was_counted_serves_for_a_moment(bench: Bench) -> None:
+    lanes = [SimpleNamespace(worker=worker, channel=Channel()) for worker in (A, B, C) for _ in range(20)]
+    for lane in lanes:
+        lane.channel.outstanding = 3 if lane.worker == B else 1
+    counted = []
+
+    def every() -> list[Any]:
+        counted.append(bench.now)
+        return lanes
+
+    bench.spread._load = Load(SimpleNamespace(all=every))
+    picked = [bench.spread.pick(NO_ROUTE) for _ in range(60)]
+    assert counted == [bench.now]
+    assert [picked.count(worker) for worker in (A, B, C)] == [30, 0, 30], "what was sent meanwhile counts"
+    bench.now += FRESH_NS
+    bench.spread.pick(NO_ROUTE)
+    assert counted == [bench.now - FRESH_NS, bench.now]
