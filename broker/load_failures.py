@@ -6,14 +6,40 @@ poll", 500), and versions that could not be loaded with it ("load failed", 400),
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+from msgspec.structs import replace
 
 from broker.catalogue import UNAVAILABLE, Model, Version
 from broker.repository.config import LoadFailure
 from broker.repository.scan import NOT_UNIQUE
 from shm.errors import Code, InferError
 
+_IN_PATH = r"[\w./+-]"  # a root that begins or ends in the middle of a path is another one
 BAD_OVERRIDE = "Invalid config override: "
+
+
+def roots_of(repositories: Iterable[str]) -> tuple[str, ...]:
+    """How paths in `repositories` begin, also with links followed. Looks at the disk."""
+    found = {form for each in repositories if each for form in (each.rstrip("/"), os.path.realpath(each).rstrip("/"))}
+    return tuple(sorted(filter(None, found), key=len, reverse=True))
+
+
+def for_clients(reason: str, roots: Iterable[str]) -> str:
+    """`reason` with paths as they are seen from the repository: where that lies is the operator's business, and in the
+    log.
+    """
+    for root in roots:
+        reason = re.sub(rf"(?<!{_IN_PATH}){re.escape(root)}/+", "", reason)
+        reason = re.sub(rf"(?<!{_IN_PATH}){re.escape(root)}(?!{_IN_PATH})", os.path.basename(root), reason)
+    return reason
+
+
+def shown_to_clients(failure: LoadFailure, roots: Iterable[str]) -> LoadFailure:
+    """The same for a failure."""
+    return replace(failure, reason=for_clients(failure.reason, roots))
 
 
 def not_polled(model: str) -> str:

@@ -92,7 +92,11 @@ class _Loader:
                 )
             except OSError as error:
                 os.close(self._output)
-                raise InferError(Code.INTERNAL, f"the loader process cannot be started: {error}") from error
+                raise InferError(
+                    Code.UNAVAILABLE,
+                    f"the loader process cannot be started: {error.strerror or error}; this host has no room for "
+                    "another process now (ulimit -u, kernel.pid_max, memory): load the model again later",
+                ) from error
             finally:
                 os.close(theirs)
         self._pidfd = os.pidfd_open(self._process.pid)

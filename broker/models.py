@@ -63,6 +63,7 @@ class Models(Catalogue):
         "_overrides",
         "_poll",
         "_request",
+        "_roots",
         "_startup",
         "_turns",
         "_unawaited",
@@ -91,6 +92,7 @@ class Models(Catalogue):
         self._workers = workers
         self._request = request
         self.explicit = control_mode == "explicit"
+        self._roots = load_failures.roots_of(request.repositories)
         self._startup = startup_models if self.explicit else ("*",)
         self._overrides = Overrides(directory)
         self.leases = Leases()
@@ -295,7 +297,8 @@ class Models(Catalogue):
         if isinstance(result, LoadFailure):
             if not load_failures.is_unknown(result) and not load_failures.is_of_override(result):
                 self._failed(result)
-            raise load_failures.refusal(result)
+            roots = (*self._roots, *load_failures.roots_of((override.repository,)))
+            raise load_failures.refusal(load_failures.shown_to_clients(result, roots))
         assert isinstance(result, ModelConfig), "a result for every model"
         check_versions(self, self.leases, result)
         return result
@@ -376,7 +379,8 @@ class Models(Catalogue):
     def _failed(self, failure: LoadFailure) -> None:
         for line in load_failures.told(failure):
             _log.error("%s", line)
-        load_failures.remember(self.known.setdefault(failure.name, Model()), failure)
+        shown = load_failures.shown_to_clients(failure, self._roots)
+        load_failures.remember(self.known.setdefault(failure.name, Model()), shown)
 
     def _lost(self, model: str, number: int, generation: int, reason: str) -> None:
         """A worker had to come back without it."""

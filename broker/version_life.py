@@ -9,11 +9,13 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import time
 from collections.abc import Awaitable, Iterator
 from typing import final
 
 from broker.catalogue import LOADING, READY, UNAVAILABLE, UNLOADED, UNLOADING, Catalogue, Version
+from broker.load_failures import for_clients, roots_of
 from broker.logical_worker import Worker
 from broker.model_memory import ModelMemory
 from broker.model_sizes import resident
@@ -116,9 +118,10 @@ class VersionLife:
             workers = await self._on_workers(config, number, generation, version)
         except InferError as error:
             _log.error("failed to load '%s' version %d: %s", config.name, number, error.message)
+            reason = for_clients(error.message, roots_of((os.path.dirname(config.directory),)))
             if not serving:
-                version.state, version.reason = UNAVAILABLE, error.message
-            return error.message
+                version.state, version.reason = UNAVAILABLE, reason
+            return reason
         except asyncio.CancelledError:
             if not serving:
                 version.state, version.reason = UNAVAILABLE, UNLOADED

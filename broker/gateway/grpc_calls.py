@@ -15,7 +15,7 @@ from tritonclient.grpc import service_pb2
 
 from broker.gateway.grpc_settings import load_parameters, log_update, trace_update, unload_dependents
 from broker.gateway.kserve import Caller, Category, Service
-from clientlib.remote import details
+from clientlib import details
 from shm.errors import Code, InferError
 from shm.message_values import TensorMetadata
 

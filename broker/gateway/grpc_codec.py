@@ -22,7 +22,7 @@ from broker.gateway.kserve import (
     Parameter,
     RequestedOutput,
 )
-from clientlib.remote.details import CODE
+from clientlib.details import CODE
 from shm.errors import Code, InferError
 
 MAX_MESSAGE: Final = 2**31 - 1  # bytes; gRPC's own limit, and Triton's

@@ -27,7 +27,7 @@ from broker.gateway.grpc_limits import MAX_RPCS, Budget, message_budget, server_
 from broker.gateway.grpc_stream import Stream
 from broker.gateway.kserve import Caller, InferRequest, Responses, Service
 from broker.gateway.options import GatewayOptions, header_pattern
-from clientlib.remote.details import asked
+from clientlib.details import asked
 from shm.errors import Code, InferError
 
 _log = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ class Stream:
     """One stream. `run` ends when the client has sent everything and got everything, or raises InferError.
 
     `copied` is told of the bytes of tensors that were copied into messages. `strict`: the first error ends it; `coded`:
-    errors in it have a code (`clientlib.remote.details`).
+    errors in it have a code (`clientlib.details`).
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from broker.gateway.http_errors import internal, invalid, too_deep
 from broker.gateway.http_json import MISSING, as_bool, as_object, as_string, dumps, find
 from broker.gateway.http_message import Reply, Request, json_reply
 from broker.gateway.kserve import Service
-from clientlib.remote import details
+from clientlib import details
 from shm.errors import Code, InferError
 from shm.message_values import IndexEntry, TensorMetadata
 

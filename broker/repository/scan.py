@@ -46,10 +46,13 @@ class Repositories(msgspec.Struct, frozen=True):
 
 
 class Versions(msgspec.Struct, frozen=True):
-    """Version number → absolute path, ascending, before any version policy. `ignored`: one sentence per directory."""
+    """Version number → absolute path, ascending, before any version policy. `ignored`: one sentence per directory that
+    is none; `no_numbers`: the names of those that are called something else.
+    """
 
     paths: dict[int, str]
     ignored: tuple[str, ...]
+    no_numbers: tuple[str, ...] = ()
 
 
 def check_traversal(name: str) -> None:
@@ -138,19 +141,21 @@ def list_versions(model: ModelDirectory) -> Versions:
     """List the version directories of one model. Raises OSError when the model's directory cannot be read."""
     paths: dict[int, str] = {}
     ignored: list[str] = []
+    no_numbers: list[str] = []
     for name in _subdirectories(model.path):
         path = os.path.join(model.path, name)
         if name in _NEVER_VERSIONS:
             continue
         if not _VERSION.fullmatch(name) or not 0 < int(name) <= _MAX_VERSION:
             ignored.append(f"ignore version directory '{name}' which fails to convert to integral number")
+            no_numbers.append(name)
         elif name.startswith("0"):
             ignored.append(f"ignore version directory '{name}' which contains leading zeros in its directory name")
         elif not is_inside(path, model.repository):
             ignored.append(f"ignore version directory '{name}' which is a link out of the model repository")
         else:
             paths[int(name)] = os.path.realpath(path)
-    return Versions(dict(sorted(paths.items())), tuple(ignored))
+    return Versions(dict(sorted(paths.items())), tuple(ignored), tuple(no_numbers))
 
 
 def why_no_version(path: str) -> str:

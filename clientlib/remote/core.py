@@ -18,7 +18,7 @@ from typing import Any, TypeVar, final
 
 import numpy.typing as npt
 
-from clientlib import process
+from clientlib import details, process
 from clientlib.address import Address
 from clientlib.arena import aligned
 from clientlib.arguments import LONGEST_TEXT, model_text, shown, text, version_text, whole
@@ -27,7 +27,7 @@ from clientlib.failures import with_remedy
 from clientlib.pending import expired
 from clientlib.recipe import Recipe
 from clientlib.region import MappedRegion, TensorRef
-from clientlib.remote import details, memory, transport
+from clientlib.remote import memory, transport
 from clientlib.remote.layout import Layout
 from clientlib.remote.memory import Opened
 from clientlib.remote.transport import InferRequest, Word

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 from tritonclient.grpc import service_pb2
 
+from clientlib import details
 from clientlib.address import Address
 from clientlib.pending import expired
-from clientlib.remote import details, transport
+from clientlib.remote import transport
 from clientlib.remote.transport import InferAnswer, InferRequest, OutputTensor, Word
 from shm.errors import Code, InferError
 from shm.message_values import IndexEntry, ModelMetadata, TensorMetadata

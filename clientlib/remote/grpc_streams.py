@@ -13,7 +13,7 @@ from typing import Any, final
 import grpc
 from tritonclient.grpc import service_pb2
 
-from clientlib.remote import details
+from clientlib import details
 from clientlib.remote.grpc_codec import decode_infer, encode_infer
 from clientlib.remote.transport import InferAnswer, InferRequest, cancelled, plain
 from clientlib.streams import expired

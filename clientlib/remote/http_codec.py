@@ -15,8 +15,9 @@ from urllib.parse import quote
 
 import msgspec
 
+from clientlib import details
 from clientlib.address import Address
-from clientlib.remote import details, transport
+from clientlib.remote import transport
 from clientlib.remote.transport import Buffer, InferAnswer, InferRequest, OutputTensor, Word
 from shm.errors import Code, InferError
 from shm.message_values import IndexEntry, ModelMetadata, TensorMetadata

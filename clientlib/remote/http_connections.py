@@ -23,6 +23,8 @@ from clientlib.remote.transport import cancelled, lost, unreachable
 THREADS = 16  # requests of `submit` that are on the wire at once
 KEPT = 16  # idle connections
 CONNECT_S = 10.0
+MAX_REASON = 300  # characters of an error's text
+_NO_STATUS = "Bad status line"  # in aiohttp's text, which quotes what came
 
 
 @final
@@ -219,8 +221,12 @@ class Workers:
 
 
 def reason_of(error: BaseException) -> str:
-    """What to say of an error of the connection."""
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+    """What to say of an error of the connection: without bytes that came, which may be anything."""
+    text: str = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    no_status = isinstance(error, http.client.BadStatusLine) and not isinstance(error, ConnectionError)
+    if no_status or _NO_STATUS in text:
+        return "what answers there speaks no HTTP/1.1; is it a gRPC port? that is for grpc://"
+    return "".join(each if each.isprintable() else " " for each in text[:MAX_REASON])
 
 
 def _shut_down(connection: Connection) -> None:

@@ -66,7 +66,7 @@ class Metadata:
 @final
 @dataclass(frozen=True, slots=True)
 class Config:
-    """→ dict: the model configuration in Triton's JSON form, as far as `clientlib.remote.details` reads it."""
+    """→ dict: the model configuration in Triton's JSON form, as far as `clientlib.details` reads it."""
 
     model: str
     version: str = ""

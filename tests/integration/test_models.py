@@ -132,10 +132,7 @@ async def test_load_reload_and_unload(tmp_path: Path) -> None:
     async with serving(tmp_path) as models:
         assert models.all() == []
         text = (await refusal(models.load("absent"))).message
-        assert text == (
-            "failed to load 'absent', failed to poll from model repository: there is no directory "
-            f"{tmp_path / 'absent'}"
-        )
+        assert text == ("failed to load 'absent', failed to poll from model repository: there is no directory absent")
         text = (await refusal(models.load("..a"))).message
         assert text.startswith("failed to load '..a', failed to poll from model repository: invalid model name '..a'")
         text = (await refusal(models.load("../a"))).message
@@ -189,11 +186,12 @@ async def test_what_cannot_be_configured_and_what_cannot_be_loaded(tmp_path: Pat
             for _ in range(2):
                 error = await refusal(models.load(name))
                 assert error.message.startswith(begins)
+                assert str(tmp_path) not in error.message
                 assert error.code == ("INVALID_ARG" if begins.startswith("load failed") else "INTERNAL")
         index = {entry.name: (entry.version, entry.state, entry.reason[:20]) for entry in await models.index()}
         assert index == {
-            "file": ("1", "UNAVAILABLE", f"{root}"[:20]),
-            "none": ("3", "UNAVAILABLE", "unable to find '" + f"{root}"[:4]),
+            "file": ("1", "UNAVAILABLE", "file/1/model.onnx: i"),
+            "none": ("3", "UNAVAILABLE", "unable to find 'none"),
             "text": ("", "UNAVAILABLE", "'max_batch_size' mus"),
             "tpu": ("1", "UNAVAILABLE", "Invalid argument: un"),
             "twice": ("", "UNAVAILABLE", "model appears in two"),

@@ -32,13 +32,15 @@ def test_a_zero_in_an_override_is_a_statement(tmp_path):
 @pytest.mark.parametrize(
     ("override", "part"),
     [
-        ("{", "Expecting"),
+        ("{", "the config is no JSON: Expecting"),
         ("[]", "config:1:2: "),
         ('{"max_batch_siz": 1}', "did you mean 'max_batch_size'?"),
-        ('{"max_batch_size": "many"}', "max_batch_size"),
+        ('{"max_batch_size": "many"}', "max_batch_size field: expected a whole number, got 'many'"),
+        ('{"input": [{"dims": ["n"]}]}', "dims field: expected a whole number, got 'n'"),
         ('{"input": [{"dims": {}}]}', "dims"),
+        ('{"name": 5}', "name field: expected a string"),
         ("max_batch_size: many", "config:1:17: "),
-        ('{"a":' * 2000, ""),
+        ('{"a":' * 2000, "nested too deeply"),
     ],
 )
 def test_a_bad_override_is_named(tmp_path, override, part):

@@ -14,6 +14,16 @@ output { name: "y" data_type: TYPE_FP32 dims: -1 }
 """
 
 
+def test_whose_code_is_used_is_said_where_the_configuration_names_an_installed_backend(tmp_path):
+    for backend, notes in (
+        ("identity", ["its own backend.py is used, not the installed backend 'identity'"]),
+        ("own", []),
+    ):
+        directory = models.write_model(tmp_path, "m", config=CODE.replace("own", backend))
+        (directory / "backend.py").write_text("def load(context):\n    pass\n")
+        assert [note.partition(" that its")[0] for note in run(tmp_path).notes] == notes
+
+
 def parameter(name: str, value: str) -> str:
     return f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n'
 

@@ -61,6 +61,7 @@ def test_a_model_without_versions_says_what_lies_there_instead(tmp_path):
     (directory / "model.onnx").unlink()
     models.write_model(tmp_path, "m", b"x", version="v1")
     assert run(tmp_path).reason.endswith("fix: give 'v1' a number as its name")
+    assert "(present: none; version directories are numbers, unlike 'v1')" in run(tmp_path).reason
     (directory / "v1" / "model.onnx").unlink()
     models.write_model(directory, "inner", models.add1())
     assert f"'inner' is a model itself: give {directory} as a model repository" in run(tmp_path).reason

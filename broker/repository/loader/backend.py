@@ -83,6 +83,16 @@ def fill_backend(config: model_config_pb2.ModelConfig, model: ModelDirectory, ve
     _check_supported(config.backend, model.name, custom)
 
 
+def overshadowed(config: model_config_pb2.ModelConfig, model: ModelDirectory) -> tuple[str, ...]:
+    """A note where a model's own code is used although its configuration, filled in, names an installed backend."""
+    if not config.backend or config.backend not in _installed() or not _custom_backend(model):
+        return ()
+    return (
+        f"its own {CUSTOM_BACKEND} is used, not the installed backend '{config.backend}' that its configuration names: "
+        f"remove {CUSTOM_BACKEND}, or give 'backend' another name",
+    )
+
+
 def is_ensemble(config: model_config_pb2.ModelConfig) -> bool:
     """Raises ModelError where platform, backend and `ensemble_scheduling` contradict each other."""
     scheduled = config.HasField("ensemble_scheduling")
@@ -167,11 +177,15 @@ def _check_runtime(config: model_config_pb2.ModelConfig) -> None:
         )
 
 
+def _installed() -> list[str]:
+    # Entry points are the register that the worker itself uses, so what passes here can be loaded there.
+    return sorted({entry.name for entry in entry_points(group="tensorbroker.backends")})
+
+
 def _check_supported(backend: str, model: str, custom: bool) -> None:
     if not _NAME.fullmatch(backend):
         raise ModelError(f"invalid backend name {backend!r} for model '{model}': use letters, digits, _ . -")
-    # Entry points are the register that the worker itself uses, so what passes here can be loaded there.
-    supported = sorted({entry.name for entry in entry_points(group="tensorbroker.backends")})
+    supported = _installed()
     if not custom and backend not in supported:
         near = get_close_matches(backend, supported, n=1, cutoff=0.5)
         raise ModelError(

@@ -15,7 +15,14 @@ from tritonclient.grpc import model_config_pb2
 
 from broker.repository.config import LoadFailure, ModelConfig, file_stamp
 from broker.repository.loader import pbtxt
-from broker.repository.loader.backend import CUSTOM_BACKEND, ENSEMBLE, NO_BACKEND, fill_backend
+from broker.repository.loader.backend import (
+    CUSTOM_BACKEND,
+    ENSEMBLE,
+    MAX_LISTED,
+    NO_BACKEND,
+    fill_backend,
+    overshadowed,
+)
 from broker.repository.loader.complete import compare, complete
 from broker.repository.loader.convert import to_model_config
 from broker.repository.loader.failure import ModelError
@@ -33,7 +40,7 @@ from broker.repository.loader.validate_ensemble import validate_ensemble
 from broker.repository.loader.where import located
 from broker.repository.loader.zero_copy import Verdict, policy
 from broker.repository.protocol import LoadRequest
-from broker.repository.scan import ModelDirectory, list_versions, why_no_version
+from broker.repository.scan import ModelDirectory, Versions, list_versions, why_no_version
 
 
 class _Version(NamedTuple):
@@ -87,6 +94,7 @@ def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
             raise
         is_empty = not any(field.name != "name" for field, _ in config.ListFields())
         raise ModelError(none_served if is_empty else f"{error}\n    {none_served}") from error
+    notes += overshadowed(config, model)
     _check_file_name(config)
     with _about(versions):
         check_code(model)
@@ -248,9 +256,15 @@ def _served_versions(
             )
         return {}, (
             f"failed to load '{model.name}', no version is available: {model.path} needs a directory named by a "
-            f"number, such as {os.path.join(model.path, '1')} (present: {present}){why_no_version(model.path)}"
+            f"number, such as {os.path.join(model.path, '1')} (present: {present}{_no_numbers(found)})"
+            f"{why_no_version(model.path)}"
         )
     return chosen, ""
+
+
+def _no_numbers(found: Versions) -> str:
+    names = ", ".join(map(repr, found.no_numbers[:MAX_LISTED]))
+    return f"; version directories are numbers, unlike {names}" if names else ""
 
 
 def _check_file_name(config: model_config_pb2.ModelConfig) -> None:

@@ -18,6 +18,11 @@ from broker.repository.loader.failure import ModelError
 MAX_CONFIG = 1 << 20  # bytes; the largest in Triton's own test suites has 40 KB
 _PLACEHOLDER = re.compile(r"\$\{[^}\n]*\}|\{\{\s*[\w.]+\s*\}\}")  # of shells, and of Jinja and its like
 _QUOTED_NUMBER = re.compile(r"Couldn't parse (?:integer|float): [\"'](-?[\d.]+)[\"']")
+_PYTHONS_WORDS = (  # protobuf's parser of JSON passes them on
+    (re.compile(r"invalid literal for int\(\) with base 10: (.*?)\.?$", re.DOTALL), r"expected a whole number, got \1"),
+    (re.compile(r"could not convert string to float: (.*?)\.?$", re.DOTALL), r"expected a number, got \1"),
+    (re.compile(r"expected string or bytes-like object.*", re.DOTALL), "expected a string"),
+)
 _NO_FIELD = re.compile(r'Message type "inference\.([\w.]+)" has no field named "(\w+)"')
 _NO_VALUE = re.compile(r'Enum type "inference\.([\w.]+)" has no value named (\w+)')
 _ABSENT = -(2**31)  # no configuration says this: it would be refused as negative
@@ -79,9 +84,20 @@ def parse_override(text: str) -> Parsed:
         tree = json.loads(text)
         json_format.ParseDict(tree, config, max_recursion_depth=100)
     except (json_format.ParseError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        reason = str(error)[:300] or type(error).__name__
-        raise ModelError(f"Invalid config override: {reason}{_json_advice(reason)}") from error
+        raise ModelError(f"Invalid config override: {_json_reason(error)}") from error
     return Parsed(config, "max_batch_size" in tree or "maxBatchSize" in tree, ())
+
+
+def _json_reason(error: Exception) -> str:
+    """What protobuf or the JSON parser says, without Python's words and dots that it repeats."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"the config is no JSON: {error}"
+    if isinstance(error, RecursionError):
+        return "the config is nested too deeply"
+    reason = re.sub(r"\.[.\s]+$", ".", str(error))
+    for pattern, plain in _PYTHONS_WORDS:
+        reason = pattern.sub(plain, reason)
+    return (reason[:300] or type(error).__name__) + _json_advice(reason)
 
 
 def _json_advice(message: str) -> str:

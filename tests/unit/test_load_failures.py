@@ -1,0 +1,33 @@
+"""What clients are told of loads that failed: paths below the repository, and not where that lies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from broker.load_failures import for_clients, roots_of
+
+
+@pytest.mark.parametrize(
+    ("reason", "shown"),
+    [
+        ("/srv/models/yolo/1/model.onnx: is not an ONNX model", "yolo/1/model.onnx: is not an ONNX model"),
+        ("unable to find '/srv/models/yolo/1/model.onnx'", "unable to find 'yolo/1/model.onnx'"),
+        ("x\n    in /srv/models//yolo/config.pbtxt:3: dims", "x\n    in yolo/config.pbtxt:3: dims"),
+        ("a link out of the model repository /srv/models", "a link out of the model repository models"),
+        ("it is in /srv/models and in /srv/models2", "it is in models and in /srv/models2"),
+        ("/data/srv/models/yolo and /srv/models.old/yolo", "/data/srv/models/yolo and /srv/models.old/yolo"),
+        ("no path at all", "no path at all"),
+    ],
+)
+def test_where_the_repository_lies_is_not_said(reason: str, shown: str) -> None:
+    assert for_clients(reason, roots_of(("/srv/models/",))) == shown
+
+
+def test_links_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    roots = roots_of((str(tmp_path / "link"), "/", ""))
+    assert roots == (str(tmp_path / "link"), str(tmp_path / "real"))
+    assert for_clients(f"{tmp_path}/real/m and {tmp_path}/link/m", roots) == "m and m"
