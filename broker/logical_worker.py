@@ -35,6 +35,7 @@ from broker.worker.messages import (
     LinkMessage,
     LoadInstances,
     Offence,
+    Predecessor,
     RegionIdle,
     RetireRegion,
     Start,
@@ -63,7 +64,7 @@ class Owner(Protocol):
     on_model_lost: Callable[[str, int, int, str], None]
     on_session_wanted: Callable[[WorkerProcess], None]
 
-    def first_message(self, worker: str, block: int) -> Start:
+    def first_message(self, worker: str, block: int, before: Predecessor | None) -> Start:
         """What a new process of `worker` is told before anything else."""
 
     def blame(self, session: int, model: str, now_ns: int, dead: Worker | None = None) -> None:
@@ -83,6 +84,7 @@ class Worker:
 
     __slots__ = (
         "_back_off",
+        "_before",
         "_block",
         "_given_up",
         "_kill_next",
@@ -120,6 +122,7 @@ class Worker:
         self._pulse = Pulse(owner.ping_every_s, owner.ping_limit_s, 0)
         self._was_ready = False
         self._back_off = BackOff()
+        self._before: Predecessor | None = None
         self._given_up: Load | None = None
         self._kill_next = False
         self._task: asyncio.Task[None] | None = None
@@ -170,8 +173,7 @@ class Worker:
 
     async def retire_region(self, region: int, generation: int) -> asyncio.Future[None] | None:
         """Returns when no new request can use it; if accepted ones still do, what is done with the last of them."""
-        undo = RetireRegion(region=region, generation=generation)
-        key = region, generation
+        key, undo = (region, generation), RetireRegion(region=region, generation=generation)
         return await self._uses.retire(key, self._state.forget(self._state.regions, key, undo))
 
     async def region_used(self, region: int, generation: int) -> bool:
@@ -229,8 +231,8 @@ class Worker:
 
     def quarantine(self, region: int, generation: int) -> None:
         """No process gets this region any more."""
-        undo = RetireRegion(region=region, generation=generation)
-        self._state.abandon(self._state.regions, (region, generation), undo)
+        key, undo = (region, generation), RetireRegion(region=region, generation=generation)
+        self._state.abandon(self._state.regions, key, undo)
 
     # --- its life --------------------------------------------------------------------------------------------------
 
@@ -300,7 +302,7 @@ class Worker:
 
     async def _bring_up(self, process: WorkerProcess) -> None:
         """Returns when it is ready, or will be dead."""
-        start = self._owner.first_message(self.key, self._block)
+        start = self._owner.first_message(self.key, self._block, self._before)
         try:
             process.post(start, (self._owner.blocks.page.fd,))
             async with asyncio.timeout(ANSWER_S):
@@ -338,6 +340,7 @@ class Worker:
 
     async def _after_death(self, pid: int, ended: Exit) -> None:
         self.last_death = ended.text
+        self._before = Predecessor(ended.text, time.monotonic_ns()) if self._was_ready else self._before
         self.restarts += 1
         delay_s = self._back_off.after_death(self._was_ready)
         _log.error("worker '%s' (pid %d): %s; next start in %g s", self.key, pid, ended.text, delay_s)

@@ -28,7 +28,7 @@ from broker.supervision import (
     Running,
     hang_limit_s,
 )
-from broker.worker.messages import Start
+from broker.worker.messages import Predecessor, Start
 from broker.worker_process import WorkerProcess
 from broker.zygote_link import Zygote
 from shm.errors import Code, InferError
@@ -115,7 +115,7 @@ class Workers:
         self._watch: asyncio.Task[None] | None = None
         self._stopping = False
 
-    def first_message(self, worker: str, block: int) -> Start:
+    def first_message(self, worker: str, block: int, before: Predecessor | None) -> Start:
         """What a new process of `worker` is told; `block`: its own in the statistics page."""
         return Start(
             worker=worker,
@@ -123,6 +123,7 @@ class Workers:
             block=block,
             cache_byte_size=self.cache_byte_size,
             rate_limit=self.rate_limit,
+            before=before,
         )
 
     def of(self, key: str) -> Worker:

@@ -35,6 +35,13 @@ class LinkMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     id: int = 0
 
 
+class Predecessor(msgspec.Struct, frozen=True):
+    """The process of a worker before this one, if it had served: how it ended, and when (CLOCK_MONOTONIC, ns)."""
+
+    how: str
+    ended_ns: int
+
+
 class Start(LinkMessage, frozen=True, kw_only=True, tag=True):
     """First message. `block` is the worker's own block in the statistics page. `cache_byte_size` 0: no such cache.
 
@@ -46,6 +53,7 @@ class Start(LinkMessage, frozen=True, kw_only=True, tag=True):
     block: int
     cache_byte_size: int = 0
     rate_limit: tuple[Allowance, ...] | None = None
+    before: Predecessor | None = None
 
 
 class LoadInstances(LinkMessage, frozen=True, kw_only=True, tag=True):

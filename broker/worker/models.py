@@ -16,9 +16,11 @@ from broker.worker.cached import Cached
 from broker.worker.ensemble import Ensemble
 from broker.worker.ensemble_remote import Elsewhere, SpreadEnsemble
 from broker.worker.loop import Loop
-from broker.worker.messages import LoadInstances
+from broker.worker.messages import LoadInstances, Predecessor
 from broker.worker.model import LoadedModel, not_loaded
 from broker.worker.plans import Plan, adopt
+from broker.worker.sequence_endings import Pasts
+from broker.worker.sequences import Sequences
 from broker.worker.streams import Streams
 from broker.worker.trim import trim
 from shm import statistics
@@ -38,9 +40,14 @@ class ModelTable:
     """
 
     def __init__(
-        self, loop: Loop, cache: ResponseCache | None = None, elsewhere: Elsewhere | None = None, device: str = ""
+        self,
+        loop: Loop,
+        cache: ResponseCache | None = None,
+        elsewhere: Elsewhere | None = None,
+        device: str = "",
+        before: Predecessor | None = None,
     ) -> None:
-        """`device`: the UUID of the worker's GPU, "" on the CPU."""
+        """`device`: the UUID of the worker's GPU, "" on the CPU. `before`: the worker's process before this one."""
         self._loop = loop
         self._device = device
         self._cache = cache
@@ -48,6 +55,7 @@ class ModelTable:
         self.lock = threading.Lock()
         self._versions: dict[str, dict[int, LoadedModel]] = {}
         self._signatures: dict[object, object] = {}
+        self._pasts = Pasts(before)
         self._loading: set[Load] = set()
         self._unwanted: set[Load] = set()  # of those, the ones that are not to serve any more
 
@@ -116,6 +124,8 @@ class ModelTable:
         trim()  # what reading the files took: it may be as much as the model
         with self.lock:
             self._versions.setdefault(config.name, {})
+            if isinstance(model.queue, Sequences):
+                model.queue.endings.past = self._pasts.of(config.name)
         return model
 
     def _ensemble(self, model: LoadedModel) -> Ensemble:

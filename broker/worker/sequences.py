@@ -105,7 +105,7 @@ class Sequences:
             line.ended, line.why = True, endings.END
             del self._live[key]
             if not alone:
-                self.endings.note(key, endings.END)
+                self.endings.past.note(key, endings.END)
         self._touch(line, now)
         self._look()
         return None
@@ -123,8 +123,8 @@ class Sequences:
                 return None
             text = f"inference request for sequence {request.sequence_id} {to_model} the START flag on the first"
             text += " request of the sequence"
-            past = self.endings.past(_key(request)) if _key(request)[0] else ""  # Triton's clients get its own text
-            return Code.INVALID_ARG, text + (f"; the sequence of this id is over: {past}" if past else "")
+            idle_us = self._config.max_sequence_idle_microseconds
+            return Code.INVALID_ARG, text + self.endings.past.of(_key(request), idle_us, request.arrival)
         if self._until:
             return STOPPING
         return None
@@ -219,7 +219,9 @@ class Sequences:
         self._look()
 
     def unload(self, instance: int) -> list[endings.Ending]:
-        """What the model is still to be told when this instance of it goes."""
+        """What the model is still to be told when this instance of it goes, and with it the model."""
+        for key in self._live:
+            self.endings.past.note(key, endings.UNLOAD)
         for index, line in enumerate(self._slots[instance]):
             if line is not None and line.seen is not None:
                 self.endings.add(instance, self._which(line.seen, index), line.why or endings.UNLOAD)
@@ -292,7 +294,7 @@ class Sequences:
             self._waiting -= 1
         if self._live.get(line.key) is line:
             del self._live[line.key]
-            self.endings.note(line.key, why)
+            self.endings.past.note(line.key, why)
         line.ended, line.why = True, why
         self._quiet.pop(line, None)
         self._settle(line)

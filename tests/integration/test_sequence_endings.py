@@ -177,11 +177,14 @@ def test_unload(broker: Gateway) -> None:
     with clientlib.connect(broker.directory) as client:
         client.load("short")
         before = len(told(broker, "short"))
-        Steps(client, "slots")(8, start=True)
+        step = Steps(client, "slots")
+        step(8, start=True)
         client.unload("slots")
         eventually(lambda: told(broker, "slots")[-1] == "0 unload")
         client.load("slots")
         assert len(told(broker, "short")) == before
+        with pytest.raises(InferError, match="is over: the model was unloaded, or replaced, and its state went with"):
+            step(8)
 
 
 def test_a_decoupled_model_with_ids_that_are_strings(broker: Gateway) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,10 +112,16 @@ def test_an_error_names_the_id_that_the_client_gave(client, number):
 
 
 def test_a_dead_worker_takes_its_sequences_along(broker, client):
-    """What they had added up is gone: the next step is told so, and a new start begins anew."""
+    """What they had added up is gone: the next step is told so, and why, and a new start begins anew."""
     assert step(client, "plain", 50, 1, start=True) == 1
     (worker,) = broker.status()["workers"]
     os.kill(worker["pid"], signal.SIGKILL)
-    with pytest.raises(InferenceServerException, match="for sequence 50 to model 'plain' must specify the START"):
+    with pytest.raises(InferenceServerException) as lost:
         step(client, "plain", 50, 1)
+    assert re.fullmatch(
+        r"inference request for sequence 50 to model 'plain' must specify the START flag on the first request of the"
+        r" sequence; if it had begun, it must begin again: its state was lost when its worker ended, \d+\.\d s ago"
+        r" \(killed by SIGKILL\)",
+        lost.value.message(),
+    )
     assert step(client, "plain", 50, 5, start=True) == 5

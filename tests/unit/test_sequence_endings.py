@@ -10,10 +10,11 @@ import pytest
 from broker.repository.config import InstanceGroup, ModelConfig
 from broker.repository.scheduling import SequenceBatching
 from broker.worker import backends
+from broker.worker.messages import Predecessor
 from broker.worker.model import LoadedModel
 from broker.worker.queues import Row
 from broker.worker.scheduler import Scheduler
-from broker.worker.sequence_endings import MAX_PAST, Endings
+from broker.worker.sequence_endings import LOST_NS, MAX_MODELS, MAX_PAST, Endings, Pasts
 from broker.worker.sequences import Sequences
 from broker.worker.strategies import DirectSequences, OldestSequences
 from broker.worker.turn import Turn
@@ -123,15 +124,19 @@ def test_a_model_that_does_not_ask_is_told_nothing():
 # --- a step without a START -----------------------------------------------------------------------------------------
 
 
-def ended_by(how: str) -> Sequences:
+def ended_by(how: str, owner: int = NATIVE) -> Sequences:
     queue = sequences(idle=10)
-    step(queue, request(5, START))
+    step(queue, request(5, START, owner=owner))
     if how == "end":
-        step(queue, request(5, END))
+        step(queue, request(5, END, owner=owner))
     elif how == "idle":
         queue.late(1_000_000)
+    elif how == "unload":
+        queue.unload(0)
+        past, queue = queue.endings.past, sequences(idle=10)
+        queue.endings.past = past
     else:
-        cancelled = request(5)
+        cancelled = request(5, owner=owner)
         queue.add(cancelled, 1)
         cancelled.ended = Code.CANCELLED
         queue.remove(cancelled)
@@ -142,8 +147,9 @@ def ended_by(how: str) -> Sequences:
     ("how", "says"),
     [
         ("end", "it has had its END"),
-        ("idle", "nothing of it came for max_sequence_idle_microseconds"),
+        ("idle", "nothing of it came for max_sequence_idle_microseconds (10)"),
         ("cancelled", "a step of it was cancelled"),
+        ("unload", "the model was unloaded, or replaced, and its state went with it"),
     ],
 )
 def test_whoever_goes_on_is_told_how_it_ended(how, says):
@@ -151,6 +157,41 @@ def test_whoever_goes_on_is_told_how_it_ended(how, says):
         Code.INVALID_ARG,
         f"{NO_START}; the sequence of this id is over: {says}",
     )
+
+
+@pytest.mark.parametrize("how", ["idle", "unload", "end", "cancelled"])
+def test_clients_of_triton_are_told_what_they_did_not_ask_for(how):
+    code, text = ended_by(how, owner=0).add(request(5, owner=0), 2)
+    assert code == Code.INVALID_ARG
+    assert text.startswith(NO_START)
+    assert (text == NO_START) == (how in ("end", "cancelled"))
+
+
+def test_what_was_lost_with_a_process_is_told_for_as_long_as_it_would_have_lasted():
+    pasts = Pasts(Predecessor("killed by SIGKILL", 1_000_000_000))
+    queue = sequences()
+    queue.endings.past = pasts.of("m")
+    lost = (
+        "; if it had begun, it must begin again: its state was lost when its worker ended, {} s ago (killed by SIGKILL)"
+    )
+    for owner in (0, NATIVE):
+        assert queue.add(request(5, now=3_500_000_000, owner=owner), 1)[1] == NO_START + lost.format("2.5")
+        assert queue.add(request(5, now=LOST_NS + 1_000_000_000, owner=owner), 1)[1] == NO_START + lost.format("60.0")
+        assert queue.add(request(5, now=LOST_NS + 1_000_000_001, owner=owner), 1)[1] == NO_START
+    step(queue, request(5, START | END))
+    assert "it has had its END" in queue.add(request(5, now=3_500_000_000), 1)[1], "what is known goes first"
+
+
+def test_models_that_were_loaded_long_ago_are_forgotten():
+    pasts = Pasts()
+    kept = pasts.of("m")
+    kept.note((NATIVE, 5), "end")
+    for number in range(MAX_MODELS - 1):
+        pasts.of(f"other {number}")
+    assert pasts.of("m") is kept
+    for number in range(MAX_MODELS):
+        pasts.of(f"new {number}")
+    assert pasts.of("m") is not kept
 
 
 def test_clients_of_triton_and_ids_that_nobody_knows_get_its_text():
@@ -163,8 +204,8 @@ def test_clients_of_triton_and_ids_that_nobody_knows_get_its_text():
 def test_memory_of_what_is_over_is_bounded():
     endings = Endings(1)
     for number in range(2 * MAX_PAST):
-        endings.note((NATIVE, number), "end")
-    assert (endings.past((NATIVE, MAX_PAST - 1)), bool(endings.past((NATIVE, MAX_PAST)))) == ("", True)
+        endings.past.note((NATIVE, number), "end")
+    assert [bool(endings.past.of((NATIVE, number), 1000, 1)) for number in (MAX_PAST - 1, MAX_PAST)] == [False, True]
 
 
 # --- a model that keeps the state itself ----------------------------------------------------------------------------
