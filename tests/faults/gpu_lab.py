@@ -1,8 +1,7 @@
 """A lab whose broker has two GPUs, simulated (tests/cusim); offenders bring GPU memory through any of four doors.
 
-Models, all FP32: `add` (gpu0, the double of TensorRT), `broken` (gpu0, its run loses the context), `mover` (gpu0),
-`far` (gpu1), `stuck` (gpu0, its run never ends) and `copies` (CPU, beside the canary's) whose output is the input.
-`mover` is in it while `Held` says so.
+Models, all FP32: `add` (gpu0, the double of TensorRT), `broken` (gpu0, its run loses the context); `mover` (gpu0),
+`far` (gpu1), `stuck` (gpu0, its run never ends) and `copies` (CPU, beside the canary's), whose output is the input.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.doubles import tensorrt as double
-from tests.fakes import models
+from tests.fakes import models, mover_backend
 from tests.fakes.cuda import CudaEnv
 from tests.fakes.cuda_worker import BACKEND
 from tests.faults import gpu_doors, repository
@@ -23,63 +22,6 @@ from tests.faults.visited import VisitedLab
 
 GPU, OTHER_GPU = "gpu0/gpus", "gpu1/gpus"
 MEMORY_MB = 64  # of a GPU, for each process
-MOVER = """
-import ctypes
-import os
-
-from broker.worker.backends import OnGpu
-from broker.worker.cuda.staging import Places, Scratch, size_of
-from broker.worker.cuda.streams import Lane
-from shm.cuda.driver import bindings, call, find_device
-
-def load(context):
-    return Model(find_device(context.device, "this test"), context.config)
-
-class Model:
-    def __init__(self, device, config):
-        self.lane, self.scratch, self.stuck = Lane(device), Scratch(device.ordinal), config.name == "stuck"
-        self.fds = [os.open(os.path.join(config.directory, name), os.O_RDWR) for name in ("told", "gate")]
-
-    def bind(self, inputs, outputs):
-        self.lane.enter()
-        return Binding(self, inputs[0], outputs[0])
-
-    def close(self):
-        self.lane.close()
-        for fd in self.fds:
-            os.close(fd)
-
-class Binding:
-    def __init__(self, model, x, y):
-        self.model, self.size, self.where = model, size_of(x), Places(model.lane, model.scratch)
-        self.source, self.given = self.where.input(x), []
-        if y.gpu is None and y.memory is None:
-            place = self.where.own(y, self.size)
-            self.target, self.given = place.pointer, [(place, (self.size // 4,))]
-        else:
-            self.target = self.where.output(y)
-
-    def run(self):
-        lane, (told, gate) = self.model.lane, self.model.fds
-        lane.enter()
-        self.where.before()
-        lane.copy(self.target, self.source, self.size)
-        if lane.fetch(OnGpu(self.source, 4)).view("<f4")[0] < 0:
-            os.write(told, b"E")
-            os.read(gate, 1)
-        if self.model.stuck:  # a kernel without an end
-            pause = ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p).value
-            call("cuLaunchHostFunc", lane.stream, bindings().CUhostFn(pause), 0)
-        lane.copy(self.target, self.source, self.size)
-        self.where.after()
-        lane.finish()
-
-    def places(self):
-        return self.given
-
-    def results(self):
-        return [self.model.lane.fetch(place).view("<f4") for place, _ in self.given]
-"""
 ONE = 'name: "%s" data_type: TYPE_FP32 dims: [ %s ]'
 CONFIG = """backend: "%s" max_batch_size: 0
 input [ %s ]
@@ -104,7 +46,7 @@ def write(root: Path) -> Path:
     for name, gpu, more in (("mover", 0, ""), ("far", 1, ""), ("stuck", 0, SHORT)):
         where = f"kind: KIND_GPU gpus: {gpu}"
         models.write_model(root, name, config=CONFIG % ("mover", _inputs("-1", 1), "-1", where, IN_GROUP + more))
-        (root / name / "backend.py").write_text(MOVER)
+        (root / name / "backend.py").write_bytes(Path(mover_backend.__file__).read_bytes())
         for fifo in ("told", "gate"):
             os.mkfifo(root / name / fifo)
     for name, fault in (("add", ""), ("broken", "sticky")):
