@@ -1,7 +1,9 @@
 """Which endpoint a method and a path mean: the one place that knows paths.
 
-A path is matched as it came: nothing is decoded and nothing is tidied up, as in Triton, so that no second spelling of a
-path exists that a rule could miss. A model named with "%20" is asked for by that name.
+A path is matched as it came and nothing is tidied up, as in Triton, so that no second spelling of a path exists that a
+rule could miss. Then, unlike there, the names in it are decoded, once: Triton's clients quote them, and a model named
+"a+b" or a region named "cam 0" could not be asked for. What a name decodes to leads nowhere else: which endpoint it is,
+and with it what the access policy says, is settled by then.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final, NamedTuple, final
+from urllib.parse import unquote
 
 from broker.gateway.http_generate import Generate
 from broker.gateway.http_inference import Inference
@@ -81,7 +84,16 @@ class Routes:
         }
 
     def find(self, path: str) -> tuple[Endpoint, tuple[str, ...]] | None:
-        """The endpoint and what `path` (without the query) names, or None."""
+        """The endpoint and what `path` (without the query) names, or None; also for names that are no UTF-8 text."""
+        found = self._match(path)
+        if found is None or "%" not in path:
+            return found
+        try:
+            return found[0], tuple(map(_decoded, found[1]))
+        except ValueError:
+            return None
+
+    def _match(self, path: str) -> tuple[Endpoint, tuple[str, ...]] | None:
         if (exact := self._exact.get(path)) is not None:
             return exact, ()
         if (found := _MODEL.fullmatch(path)) is not None:
@@ -96,3 +108,11 @@ class Routes:
             repository, model, action = found.groups()
             return self._repository[action], (repository or "", model) if action else (repository or "",)
         return None
+
+
+def _decoded(name: str) -> str:
+    """Raises ValueError for what is no UTF-8, or has a NUL, which no name has."""
+    decoded = unquote(name, errors="strict")
+    if "\0" in decoded:
+        raise ValueError
+    return decoded

@@ -31,6 +31,7 @@ TRANSPORTS = ("native", "zmq", "grpc", "http")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     repository = models.write_samples(tmp_path_factory.mktemp("repository"))
     models.write_model(repository, "slow", long_run(), config="max_batch_size: 0\n")
+    models.write_model(repository, "add+1", models.add1())
     models.write_model(repository, "vector", models.identity(dims=("n",)))
     models.write_model(repository, "sums", config=SUMS)
     flags = ("--model-control-mode=explicit", "--load-model=*")

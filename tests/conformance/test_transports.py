@@ -13,7 +13,9 @@ import subprocess
 import sys
 
 import numpy as np
+import posix_ipc
 import pytest
+import tritonclient.http as triton
 
 import clientlib
 from shm.errors import InferError
@@ -102,6 +104,29 @@ class TestArrays:
                 return [float(result["y"][0, 0]) for result in await asyncio.gather(*asked)]
 
         assert asyncio.run(run()) == [k + 1 for k in range(100)]
+
+
+def test_a_name_that_urls_quote(client):
+    assert client.infer("add+1", {"x": vector(1)})["y"].tolist() == [[2]]
+    assert client.model("add+1").name == "add+1"
+
+
+def test_tritons_client_quotes_names(broker):
+    key = f"/tb-test-{os.getpid()}"
+    memory = posix_ipc.SharedMemory(key, posix_ipc.O_CREX, size=4096)
+    memory.close_fd()
+    try:
+        with triton.InferenceServerClient(f"127.0.0.1:{broker.ports['http']}") as client:
+            client.register_system_shared_memory("cam 0+1 %41", key, 64)
+            (region,) = client.get_system_shared_memory_status("cam 0+1 %41")
+            assert (region["name"], region["byte_size"]) == ("cam 0+1 %41", 64)
+            x = triton.InferInput("x", [1, 4], "FP32")
+            x.set_shared_memory("cam 0+1 %41", 16)
+            assert client.infer("add+1", [x]).as_numpy("y").tolist() == [[1] * 4]
+            client.unregister_system_shared_memory("cam 0+1 %41")
+            assert client.get_system_shared_memory_status() == []
+    finally:
+        posix_ipc.unlink_shared_memory(key)
 
 
 class TestErrors:
