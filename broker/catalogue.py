@@ -16,7 +16,7 @@ from broker.logical_worker import Worker
 from broker.repository.config import SHARED, ModelConfig, TensorConfig
 from broker.statistics_blocks import StatisticsBlocks
 from broker.tables import ascii_table
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, shortened
 from shm.messages import ModelMetadata, TensorMetadata
 
 LOADING, READY, UNLOADING, UNAVAILABLE = "LOADING", "READY", "UNLOADING", "UNAVAILABLE"
@@ -233,7 +233,7 @@ def _version_number(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,18}", text, re.ASCII) or int(text) == 0:
         raise InferError(
             Code.INVALID_ARG,
-            f"failed to get model version from specified version string '{text}' (details: stol), version should be "
-            "an integral value > 0",
+            f"failed to get model version from specified version string '{shortened(text)}' (details: stol), version "
+            "should be an integral value > 0",
         )
     return int(text)

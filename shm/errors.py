@@ -83,6 +83,9 @@ class ProtocolError(InferError):
         return (type(self), (self.message,))
 
 
+MAX_QUOTED = 64  # characters
+
+
 @final
 class TooSmall(NamedTuple):
     """An output that did not fit where it was to lie, and how many bytes it has."""
@@ -108,6 +111,11 @@ def is_too_small(text: str) -> TooSmall | None:
     """What `too_small` was asked to say, of an output alone."""
     match = _TOO_SMALL.search(text)
     return TooSmall(match[1], int(match[2])) if match else None
+
+
+def shortened(text: str) -> str:
+    """What somebody sent, as an error quotes it: its beginning, where it is long."""
+    return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}…"
 
 
 def described(error: BaseException) -> str:

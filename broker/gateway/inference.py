@@ -36,7 +36,7 @@ from clientlib.async_client import AsyncClient
 from clientlib.failures import RangeInUse
 from clientlib.results import InferResult
 from clientlib.submission import MAX_PRIORITY
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, shortened
 from shm.gateway_messages import Config, GetConfig
 from shm.message_values import ModelMetadata
 from shm.messages import GetModel, Models
@@ -119,7 +119,7 @@ class Inference:
 
     async def metadata(self, model: str, version: str) -> ModelMetadata:
         """One model version, "" for the latest. Raises InferError with Triton's lookup texts."""
-        reply, _ = await self._client.call(GetModel(model=model, version=version))
+        reply, _ = await self._client.call(GetModel(model=model, version=shortened(version)))
         assert isinstance(reply, Models)
         (found,) = reply.models
         if not version:

@@ -23,7 +23,7 @@ from broker.gateway.streaming import ResponseStream
 from broker.gateway.tracing import Traces
 from clientlib.async_client import AsyncClient
 from clientlib.session import Answer
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, shortened
 from shm.gateway_messages import (
     Config,
     GetConfig,
@@ -138,14 +138,14 @@ class GatewayService:
 
     async def config(self, model: str, version: str) -> dict[str, Any]:
         """The completed configuration in Triton's JSON form."""
-        reply, _ = await self._client.call(GetConfig(model=model, version=version))
+        reply, _ = await self._client.call(GetConfig(model=model, version=shortened(version)))
         assert isinstance(reply, Config)
         found: dict[str, Any] = json.loads(reply.config)
         return found
 
     async def statistics(self, model: str, version: str) -> list[dict[str, Any]]:
         """`model_stats` in Triton's JSON form."""
-        reply, _ = await self._client.call(GetStatistics(model=model, version=version))
+        reply, _ = await self._client.call(GetStatistics(model=model, version=shortened(version)))
         assert isinstance(reply, Statistics)
         return list(reply.model_stats)
 

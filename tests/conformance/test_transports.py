@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
 import logging
 import os
 import subprocess
@@ -22,6 +24,12 @@ from shm.errors import InferError
 from tests.fakes.gateways import url_of
 
 pytestmark = pytest.mark.timeout(180)
+
+
+NO_VERSION = (
+    f"failed to get model version from specified version string '{'9' * 64}…' (details: stol), version should be an "
+    "integral value > 0"
+)
 
 
 def vector(*values):
@@ -199,6 +207,22 @@ class TestErrors:
         with pytest.raises(InferError, match="Request for unknown model: 'add1' version 9 is not found") as caught:
             client.infer("add1", {"x": vector(1)}, version=9)
         assert caught.value.code == "NOT_FOUND"
+
+    def test_a_version_that_is_none_is_quoted_in_short(self, client):
+        with pytest.raises(InferError) as caught:
+            client.infer("add1", {"x": vector(1)}, version="9" * 4000)
+        assert (caught.value.code, caught.value.message) == ("INVALID_ARG", NO_VERSION)
+
+    @pytest.mark.parametrize("action", ["", "/config", "/stats", "/ready", "/infer"])
+    def test_a_version_of_5000_digits(self, broker, action):
+        body = b'{"inputs":[{"name":"x","shape":[1,1],"datatype":"FP32","data":[1]}]}' if action == "/infer" else None
+        connection = http.client.HTTPConnection("127.0.0.1", broker.ports["http"])
+        try:
+            connection.request("POST" if body else "GET", f"/v2/models/add1/versions/{'9' * 5000}{action}", body)
+            answer = connection.getresponse()
+            assert (answer.status, json.loads(answer.read())) == (400, {"error": NO_VERSION})
+        finally:
+            connection.close()
 
     @pytest.mark.parametrize(
         ("x", "y", "text"),
