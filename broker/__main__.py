@@ -76,7 +76,7 @@ def _check(arguments: list[str]) -> int:
 
 
 def _explain(arguments: list[str]) -> int:
-    from broker.commands import explain
+    from broker.explanation import explain
 
     parser = Parser(prog="tensorbroker explain", allow_abbrev=False, description="A model's final configuration.")
     parser.add_argument("model", metavar="MODEL")

@@ -1,6 +1,6 @@
-"""`tensorbroker status`, `check` and `explain`: what the command line can tell without serving.
+"""`tensorbroker status` and `check`: what the command line can tell without serving. `explain`: `broker.explanation`.
 
-`status` asks the running broker over a session of its own; `check` and `explain` run the loader process.
+`status` asks the running broker over a session of its own; `check` runs the loader process.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from broker.gpus import Gpus
 from broker.repository.check import check
 from broker.repository.config import LoadFailure, ModelConfig
 from broker.repository.ensembles import misfit
-from broker.repository.placement import placed
 from broker.repository.protocol import LoadRequest
-from broker.repository.scan import misplaced, scan
+from broker.repository.scan import misplaced
 from broker.tables import ascii_table, printable
 from shm import sockets
-from shm.errors import Code, InferError, ProtocolError
+from shm.errors import InferError, ProtocolError
 from shm.messages import (
     PROTOCOL,
     Failure,
@@ -155,13 +154,13 @@ def _cell(row: dict[str, Any], name: str) -> str:
     return ", ".join(value) if isinstance(value, list) else "" if value is None else str(value)
 
 
-# --- check and explain --------------------------------------------------------------------------------------------
+# --- check --------------------------------------------------------------------------------------------
 
 
 def check_repositories(repositories: Sequence[str], *, strict: bool, config_name: str = "") -> int:
     """Configure every model, serve none; print Triton's table and what was noted. Returns 1 if one fails."""
     try:
-        results = check(repositories, strict=strict, config_name=config_name, on=_with_gpus)
+        results = check(repositories, strict=strict, config_name=config_name, on=with_gpus)
     except InferError as error:
         print(printable(error.message), file=sys.stderr)
         return 1
@@ -181,7 +180,8 @@ def check_repositories(repositories: Sequence[str], *, strict: bool, config_name
     return 0 if rows and all(status == "OK" for _, _, status in rows) else 1
 
 
-def _with_gpus(request: LoadRequest) -> LoadRequest:
+def with_gpus(request: LoadRequest) -> LoadRequest:
+    """`request` with the GPUs of this machine, for a loader."""
     return asyncio.run(Gpus().known_to(request))
 
 
@@ -199,60 +199,3 @@ def _with_members(
         return LoadFailure(name=result.name, reason=problem) if problem else result
 
     return checked
-
-
-def explain(repositories: Sequence[str], model: str, *, as_json: bool = False, config_name: str = "") -> int:
-    """Print the final configuration of one model, the origin of each value, and how every input is read.
-
-    As text it is a config.pbtxt that changes nothing. Returns 1 when the model cannot be served.
-    """
-    try:
-        found = scan(repositories)
-        known = sorted({*found.models, *found.failures})
-        if model not in known:
-            reasons = (*found.errors.values(), *filter(None, map(misplaced, repositories)))
-            raise InferError(
-                Code.NOT_FOUND,
-                "\n".join((f"no model '{model}' in the repository; there are: {', '.join(known) or 'none'}", *reasons)),
-            )
-        result = next(
-            result
-            for result in check(repositories, models=(model,), explain=True, config_name=config_name, on=_with_gpus)
-            if result.name == model
-        )
-        if isinstance(result, LoadFailure):
-            raise InferError(Code.INVALID_ARG, result.reason)
-    except InferError as error:
-        print(printable(error.message), file=sys.stderr)
-        return 1
-    print(json.dumps(_explanation(result), indent=2) if as_json else _explained(result))
-    return 0
-
-
-def _explained(result: ModelConfig) -> str:
-    """config.pbtxt text; everything that is not configuration as comments."""
-    about = [
-        f"{result.name} in {result.directory}",
-        "origin of each value: file (config.pbtxt), model (the model's own files), default, override",
-        f"workers: {', '.join(placed(result))}",
-        f"versions: {', '.join(map(str, result.versions))}",
-        f"retried after a worker's death: {'yes' if result.retryable else 'no'}",
-        *(f"input {tensor.name}: {tensor.zero_copy_reason}" for tensor in result.input),
-        *(f"note: {note}" for note in result.notes),
-    ]
-    comments = "\n".join(f"# {line}" for text in about for line in text.splitlines())
-    return printable(f"{comments}\n\n{result.explanation}")
-
-
-def _explanation(result: ModelConfig) -> dict[str, Any]:
-    return {
-        "config": json.loads(result.json),
-        "worker": ",".join(result.worker_groups),
-        "versions": {str(version): path for version, path in result.versions.items()},
-        "inputs": {
-            tensor.name: {"zero_copy": tensor.zero_copy, "reason": tensor.zero_copy_reason} for tensor in result.input
-        },
-        "retried_after_worker_death": result.retryable,
-        "notes": list(result.notes),
-        "origins": result.origins,
-    }

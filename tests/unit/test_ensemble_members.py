@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from msgspec.structs import replace
 from broker.catalogue import READY, UNAVAILABLE, Catalogue, Model, Version
 from broker.commands import check_repositories
 from broker.ensemble_members import ensembles_of, members_first, misfit, retryable
+from broker.explanation import explain
 from broker.repository.config import ModelConfig
 from broker.statistics_blocks import StatisticsBlocks
 from shm.statistics import StatisticsPage
@@ -87,6 +89,41 @@ def test_check_compares_ensembles_with_their_members(repository, capsys):
     text = capsys.readouterr().out
     assert "inconsistent data type" in text
     assert "ensemble lonely contains models that are not available or ambiguous: nobody" in text
+
+
+def test_explain_says_which_worker_runs_each_step(repository, capsys):
+    group = 'parameters { key: "worker_group" value { string_value: "left" } }'
+    models.write_model(repository, "b", models.add1(), config=f"max_batch_size: 4 {group}")
+    write_ensemble(repository, "three", "b", "pair", "b")
+    assert explain([str(repository)], "three") == 0
+    said = [line for line in capsys.readouterr().out.splitlines()[2:] if not line.startswith("# versions")]
+    assert said[:6] == [
+        "# worker: cpu/left, that of most of its steps' models; it sends the others their steps",
+        "# step 1, b: cpu/left",
+        "# step 2, pair: cpu/default",
+        "# step 3, b: cpu/left",
+        "# retried after a worker's death: yes",
+        "# input x: read by its steps, by each as that model reads it",
+    ]
+    assert explain([str(repository)], "three", as_json=True) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["worker"] == "cpu/left"
+    assert [(step["model"], step["workers"]) for step in document["steps"]] == [
+        ("b", ["cpu/left"]),
+        ("pair", ["cpu/default"]),
+        ("b", ["cpu/left"]),
+    ]
+
+
+def test_explain_says_why_an_ensemble_cannot_be_served(repository, capsys):
+    write_ensemble(repository, "lonely", "nobody", "a")
+    write_ensemble(repository, "pair", "above", "a")
+    for name, why in (("lonely", "depends on 'nobody'"), ("above", "circular dependency")):
+        assert explain([str(repository)], name) == 0
+        text = capsys.readouterr().out
+        assert "# cannot be served: " in text
+        assert why in text
+        assert "# worker" not in text
 
 
 def test_a_retry_is_for_ensembles_all_of_whose_members_allow_it(catalogue, repository):

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from tritonclient.grpc import model_config_pb2
 
+from broker.repository.loader.backend import ENSEMBLE
 from broker.repository.loader.failure import ModelError
 from broker.repository.loader.zero_copy import Verdict
 
@@ -37,6 +38,8 @@ def verdicts(
 def _by_graph(
     config: model_config_pb2.ModelConfig, name: str, policies: Sequence[tuple[int, Mapping[str, Verdict]]]
 ) -> Verdict:
+    if config.platform == ENSEMBLE:
+        return Verdict(False, "read by its steps, by each as that model reads it")
     if not policies:
         return Verdict(
             False, f"copied: backend '{config.backend}' shows no graph; parameter {PARAMETER} in config.pbtxt grants it"
