@@ -129,6 +129,10 @@ class Control:
             entry = register_cuda(self, peer, request, fds)
             await open_cuda(self, entry)
             return Answer(region_info(entry))
+        if isinstance(request, messages.RegisterEvents):
+            entry = self.registry.register_cuda(peer, request.name, request.events, writable=False)
+            await open_cuda(self, entry)
+            return Answer(region_info(entry))
         if isinstance(request, messages.LoadModel):
             return await load_model(self, peer, request, fds)
         return await _ANSWERS[type(request)](self, peer, request)
@@ -173,7 +177,8 @@ def register_cuda(control: Control, peer: Peer, request: messages.RegisterCuda, 
 
 async def open_cuda(control: Control, entry: RegionEntry) -> None:
     """Have a worker that will use it open it, if one is up: what it cannot open is not registered (InferError)."""
-    worker = control.cuda_worker(entry.cuda.device) if entry.cuda is not None else None
+    what = entry.cuda or entry.events
+    worker = control.cuda_worker(what.device) if what is not None else None
     if worker is None:
         return
     try:

@@ -46,6 +46,8 @@ from shm.statistics import (
     GPU_EVICTIONS,
     GPU_OPEN_BYTES,
     GPU_OPENS,
+    GPU_WAIT_NS,
+    GPU_WAITS,
     IN_FLIGHT,
     LOST_WAKEUPS,
     PINNED_BYTES,
@@ -78,6 +80,8 @@ _GPU_WORDS = {
     "evictions": GPU_EVICTIONS,
     "open_bytes": GPU_OPEN_BYTES,
     "pinned_bytes": PINNED_BYTES,
+    "waits": GPU_WAITS,
+    "wait_ns": GPU_WAIT_NS,
 }
 
 

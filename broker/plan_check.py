@@ -122,6 +122,8 @@ def _place(
     model: ModelMetadata, spec: TensorSpec, find: Callable[[str], RegionEntry], positions: int, *, output: bool
 ) -> _Placed:
     entry = find(spec.region)
+    if entry.events is not None:
+        raise refuse(f"tensor '{spec.name}' lies in '{spec.region}', which is a ring of events and no memory")
     if output and not entry.writable:
         raise refuse(f"output '{spec.name}' lies in region '{spec.region}', which is read-only")
     place = views.resolve(spec, entry.byte_size, positions, output=output, model=model.name)

@@ -13,7 +13,7 @@ from typing import Protocol, final
 
 from msgspec.structs import replace
 
-from broker.cuda_regions import nearest
+from broker.cuda_regions import nearest, ring_of
 from broker.ensemble_members import retryable
 from broker.plan_check import check
 from broker.records import RegionEntry
@@ -109,6 +109,7 @@ class Plans:
         serving = self._models.workers_for(request.model, request.version)
         credit = None if step is None else step.credit
         checked = check(metadata, request, lambda name: self._registry.find(session, name), credit)
+        ring = ring_of(self._registry.find(session, request.events), checked.regions) if request.events else None
         workers = nearest(_wanted(serving, request), checked.regions)
         config, version = self._models.config(request.model, request.version)
         table = self._tables.setdefault(session, _Table())
@@ -132,8 +133,9 @@ class Plans:
             credit=checked.credit,
             responses=request.responses,
             parameters=request.parameters,
+            events=ring.identity if ring is not None else None,
         )
-        table.plans[index] = plan = _Plan(message, tuple(checked.regions))
+        table.plans[index] = plan = _Plan(message, checked.regions if ring is None else (*checked.regions, ring))
         try:
             await self._bind(plan, workers[0])
         except BaseException:

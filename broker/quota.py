@@ -15,7 +15,7 @@ MAX_REGIONS = 16384  # per uid; the kernel's default of 65,530 mappings per work
 MAX_CUDA = 1 << 40  # bytes per uid; no GPU has more, and the memory is its owner's own
 # What a mapped region holds open in its worker: the mapping's, and for memory that can shrink one to watch its size.
 # GPU memory: the broker's, of VMM memory.
-DESCRIPTORS = {"pool": 1, "system": 2, "cuda": 1}
+DESCRIPTORS = {"pool": 1, "system": 2, "cuda": 1, "events": 0}
 
 
 @final
@@ -97,7 +97,7 @@ class Quota:
         return self._cuda[uid]
 
     def take_region(self, uid: int, kind: str) -> None:
-        """Count one more region of `uid`; `kind` is "pool", "system" or "cuda". Raises UNAVAILABLE at a cap."""
+        """Count one more region of `uid`; `kind` is one of DESCRIPTORS. Raises UNAVAILABLE at a cap."""
         advice = "Unregister some, or use ranges of fewer, larger regions"
         if self._regions[uid] >= self.max_regions:
             raise InferError(

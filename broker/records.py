@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import final
 
 from broker.worker.messages import AddRegion
-from shm.cuda.descriptor import CudaMemory
+from shm.cuda.descriptor import CudaEvents, CudaMemory
 from shm.messages import RegionInfo, RegionRecord
 from shm.sockets import close_all
 
@@ -61,7 +61,7 @@ class RegionEntry:
     region: int
     generation: int
     name: str
-    kind: str  # "pool", "system" or "cuda"
+    kind: str  # "pool", "system" or "cuda"; "events": no memory, but a ring of events (`shm.cuda.sync`)
     fd: int  # -1: GPU memory with a handle
     byte_size: int
     offset: int
@@ -76,6 +76,7 @@ class RegionEntry:
     token: str = ""  # under which other sessions may open it
     source: tuple[int, int] | None = None  # (region, generation) that this one was opened from by a token
     cuda: CudaMemory | None = None  # what "cuda" regions are
+    events: CudaEvents | None = None  # what "events" are
     owner_session: int = 0  # whose memory it is, if another session's
     draining: bool = False  # retired; some worker has not acknowledged it yet
 
@@ -125,6 +126,7 @@ def add_region(entry: RegionEntry) -> AddRegion:
         inode=entry.inode,
         writable=entry.writable,
         cuda=entry.cuda,
+        events=entry.events,
         owner=entry.owner_session or entry.session,
     )
 

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, final
 
-from broker.cuda_regions import check_served, identity_of
+from broker.cuda_regions import OfGpu, check_served, identity_of
 from broker.quota import Quota
 from broker.records import Peer, RegionEntry
 from broker.reservation import Reservations
@@ -136,24 +136,25 @@ class Registry:
         entry.key = key
         return entry
 
-    def register_cuda(self, peer: Peer, name: str, memory: CudaMemory, writable: bool, fd: int = -1) -> RegionEntry:
-        """Note GPU memory for the workers of that GPU. Takes `fd` over (of VMM memory), whatever happens."""
+    def register_cuda(self, peer: Peer, name: str, what: OfGpu, writable: bool, fd: int = -1) -> RegionEntry:
+        """Note GPU memory, or events, for the workers of that GPU. Takes `fd` over (of VMM memory), in any case."""
+        kind = "cuda" if isinstance(what, CudaMemory) else "events"
         try:
-            memory.check(name)
-            check_served(name, memory, self.cuda_devices())
-            self._admit(peer, name, "cuda", memory.byte_size)
+            what.check(name)
+            check_served(name, what, self.cuda_devices())
+            self._admit(peer, name, kind, what.byte_size)
         except BaseException:
             close_all((fd,))
             raise
-        identity = identity_of(memory, fd, writable=writable)
-        entry = self._enter(peer, name, "cuda", fd, memory.byte_size, memory.offset, identity)
-        entry.cuda = memory
+        identity = identity_of(what, fd, writable=writable)
+        entry = self._enter(peer, name, kind, fd, what.byte_size, what.offset, identity)
+        entry.cuda, entry.events = (what, None) if isinstance(what, CudaMemory) else (None, what)
         return entry
 
     def share(self, session: int, name: str) -> str:
         """The token under which other sessions of the same uid can open region `name`; always the same one."""
         entry = self.find(session, name)
-        if entry.cuda is not None:
+        if entry.cuda is not None or entry.events is not None:
             raise InferError(
                 Code.UNSUPPORTED, f"region '{name}' is memory of a GPU: only the session that registered it can use it"
             )

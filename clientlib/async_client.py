@@ -25,6 +25,7 @@ from clientlib.automatic import Automatic, Inputs, Request, told_apart
 from clientlib.callable_model import AsyncModel
 from clientlib.client import CALL_S, MAX_SLOTS, RECONNECT_S
 from clientlib.cuda_export import allocate, export
+from clientlib.cuda_order import Ring
 from clientlib.cuda_region import CudaRegion, register
 from clientlib.failures import PlanOutdated, RoomNeeded, with_remedy
 from clientlib.homes import Homes
@@ -328,6 +329,12 @@ class AsyncClient(StaysHere):
         """Give an output of `plan` more room."""
         await self._reach.run_until(
             self._reach.ends(deadline_ns, CALL_S), lambda link: self.native.grow(link, plan, needed)
+        )
+
+    async def give_events(self, plan: AsyncPlan, ring: Ring, deadline_ns: int) -> None:
+        """Let requests of `plan` name events of `ring`."""
+        await self._reach.run_until(
+            self._reach.ends(deadline_ns, CALL_S), lambda link: self.native.give_events(link, plan, ring)
         )
 
     async def release(self, prepared: Prepared[AsyncLane]) -> None:

@@ -8,8 +8,9 @@ nobody takes is no unretrieved exception.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, final
 
 from clientlib.arena import Lease
@@ -40,6 +41,7 @@ class AsyncPending(StaysHere):
     __slots__ = (
         "_bound",
         "_deadline_ns",
+        "_event",
         "_expired",
         "_flags",
         "_future",
@@ -74,6 +76,7 @@ class AsyncPending(StaysHere):
         flags: int,
         sequence_id: int,
         lease: Lease | None,
+        event: int = 0,
     ) -> None:
         self.plan = plan  # keeps the client, its session and regions
         self._bound = bound
@@ -84,6 +87,7 @@ class AsyncPending(StaysHere):
         self._priority = priority
         self._flags = flags
         self._sequence_id = sequence_id
+        self._event = event  # see `shm.admission.Request.wait_event`
         self.lease = lease
         self.copied = 0
         self.ident = 0
@@ -113,8 +117,13 @@ class AsyncPending(StaysHere):
             self._priority,
             self._flags,
             self._sequence_id,
+            self._event,
         )
         return self.ident != 0
+
+    def lasts(self) -> Callable[[], bool]:
+        """Says whether its end has not been seen yet. Keeps its result no longer than it has to."""
+        return functools.partial(self._bound.channel.holds, self.ident) if self.ident else lambda: self.entry is None
 
     def check(self) -> None:
         """Raises struct.error for what `send` could not put into the channel."""

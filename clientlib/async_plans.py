@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy.typing as npt
 
+from clientlib import cuda_order
 from clientlib.async_claims import take_place, turn
 from clientlib.async_lane import AsyncLane
 from clientlib.async_pending import AsyncPending
 from clientlib.async_streams import AsyncInflow, AsyncSingle, AsyncSource, AsyncStream
 from clientlib.failures import NotServed, RangeInUse, RoomNeeded
 from clientlib.link import Bound, Prepared, outside
+from clientlib.ordered import AsyncOrderedPlan, in_order_async
 from clientlib.overlap import Live, in_use
 from clientlib.plans import Plan, was_released
 from clientlib.process import StaysHere
@@ -50,9 +52,11 @@ class AsyncPlan(StaysHere):
         "_binding",
         "_bound",
         "_client",
+        "_ordered",
         "_released",
         "_spread",
         "_streaming",
+        "gpus",
         "prepared",
         "recipe",
     )
@@ -63,9 +67,11 @@ class AsyncPlan(StaysHere):
         self._binding = asyncio.Lock()
         self._bound: Bound[AsyncLane] | None = None
         self._streaming: Bound[AsyncLane] | None = None  # instead of it, where requests have any number of responses
-        self._spread: Spread[AsyncLane] | None = None  # instead of either, where several workers serve the model
+        self._ordered: Bound[AsyncLane] | None = None  # instead of `_bound`, on GPU memory
+        self._spread: Spread[AsyncLane] | None = None  # instead of any of them, where several workers serve the model
         self._released = False
         self.recipe = recipe
+        self.gpus = cuda_order.gpus_of(recipe)
         self.prepared: Prepared[AsyncLane] | None = None
 
     async def infer(
@@ -163,6 +169,10 @@ class AsyncPlan(StaysHere):
         """As `infer_arrays`, with any number of responses. `values` are copied when the stream is first awaited."""
         return self._stream(deadline_ns, 0, (0, priority, *sequence, queue_timeout_ns), values)
 
+    def after(self, stream: object, order: str = "event") -> AsyncOrderedPlan:
+        """As `Plan.after`. What is waited for here is waited for on another thread."""
+        return AsyncOrderedPlan(self, stream, order)
+
     async def release(self) -> None:
         """Let go, at the broker too, of what the plan holds. As `Plan.release`."""
         self._released = True
@@ -198,7 +208,7 @@ class AsyncPlan(StaysHere):
 
     def unbind(self) -> None:
         """The next request asks for its channel and the plan's word again."""
-        self._bound = self._streaming = self._spread = None
+        self._bound = self._streaming = self._ordered = self._spread = None
 
     def look_again(self) -> None:
         """The worker does not serve the model any more: the next request asks who does."""
@@ -242,6 +252,8 @@ class AsyncPlan(StaysHere):
         bound = self._bound or self._streaming or await self._bind_any(deadline_ns, options)
         if not bound.layout.responses:
             return AsyncSingle(await self._start(deadline_ns, input_slot, None, options, values))
+        if self.gpus:
+            await asyncio.to_thread(cuda_order.Wait(self.gpus, None).now)
         if (needed := bound.layout.outgrown) is not None:
             bound.layout.outgrown = None
             with contextlib.suppress(InferError):  # without more room responses go on coming in parts
@@ -273,12 +285,16 @@ class AsyncPlan(StaysHere):
             return None
         return await self.source(deadline_ns, input_slot, options, values)
 
-    async def _bind(self, deadline_ns: int, options: AnyOptions) -> Bound[AsyncLane]:
-        """For requests that have one response."""
+    async def _bind(self, deadline_ns: int, options: AnyOptions) -> tuple[Bound[AsyncLane], int]:
+        """For requests that have one response. With the event that the request comes after, from 1; 0: none."""
         bound = await self._bind_any(deadline_ns, options)
         if bound.layout.responses:
             raise only_streams(self.recipe.model)
-        return bound
+        if not self.gpus:
+            return bound, 0
+        return await in_order_async(
+            self, self._client, bound, deadline_ns, lambda: self._bind_any(deadline_ns, options)
+        )
 
     async def _bind_any(self, deadline_ns: int, options: AnyOptions) -> Bound[AsyncLane]:
         bound: Bound[AsyncLane] | None = None
@@ -299,7 +315,7 @@ class AsyncPlan(StaysHere):
     async def _bind_once(self, deadline_ns: int) -> Bound[AsyncLane] | None:
         """One question to the broker for all tasks that start requests meanwhile. None: there is a choice."""
         async with turn(self._binding, remaining_s(deadline_ns), "binds the same plan"):
-            bound = self._bound or self._streaming
+            bound = self._bound or self._streaming or self._ordered
             if bound is None and self._spread is None:
                 bound = None if self._released else await self._client.bind(self, deadline_ns)
                 if bound is None or self._released:
@@ -309,6 +325,8 @@ class AsyncPlan(StaysHere):
                     self._spread = bound.spread
                 elif bound.layout.responses:
                     self._streaming = bound  # `_start`, which finds no other, must not use it
+                elif self.gpus:
+                    self._ordered = bound  # likewise
                 else:
                     self._bound = bound
             return bound if self._spread is None else None
@@ -321,7 +339,7 @@ class AsyncPlan(StaysHere):
         options: AnyOptions,
         values: Sequence[npt.NDArray[Any]] = (),
     ) -> AsyncPending:
-        bound = self._bound or await self._bind(deadline_ns, options)
+        bound, event = (self._bound, 0) if self._bound is not None else await self._bind(deadline_ns, options)
         flags = check_options(*options) if any(options) else 0
         lease = None
         if bound.layout.bank is not None:
@@ -341,7 +359,7 @@ class AsyncPlan(StaysHere):
             raise outside(bound, input_slot, output_slot)
         until = deadline_ns if len(options) == 5 else options[5] or deadline_ns
         pending = AsyncPending(
-            self, bound, input_slot, output_slot, options[0], until, options[1], flags, options[2], lease
+            self, bound, input_slot, output_slot, options[0], until, options[1], flags, options[2], lease, event
         )
         if lease is not None and values:
             pending.copied = bound.layout.write(lease.place, values)
@@ -351,6 +369,8 @@ class AsyncPlan(StaysHere):
         except BaseException:
             bound.live.pop(output_slot, None)
             raise
+        if event:
+            cuda_order.sent(pending.lasts())
         if deadline_ns:
             pending.expire_at(deadline_ns)
         return pending

@@ -31,7 +31,7 @@ class Binder(Generic[L]):
         lane = link.lanes.mine(worker)
         if lane is None:
             lane = yield from self._open_channel(link, worker)
-        return Bound(lane, prepared.layout, prepared.word)
+        return Bound(lane, prepared.layout, prepared.word, prepared.events)
 
     def bind_at(
         self, link: Link[L], spread: Spread[L], worker: str, *, wait: bool = True

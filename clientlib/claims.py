@@ -65,7 +65,7 @@ def take_place(bound: Bound[Lane], bank: Bank, deadline_ns: int) -> Lease:
 
 
 def submit_when_free(
-    bound: Bound[Lane], request: Waiting, deadline_ns: int, priority: int, flags: int, sequence_id: int
+    bound: Bound[Lane], request: Waiting, deadline_ns: int, priority: int, flags: int, sequence_id: int, event: int = 0
 ) -> int:
     """Submit as soon as a slot of the channel is free: until the deadline, without one for a second."""
     channel, lane = bound.channel, bound.lane
@@ -93,6 +93,7 @@ def submit_when_free(
             priority,
             flags,
             sequence_id,
+            event,
         )
         if ident:
             return ident

@@ -23,6 +23,7 @@ from clientlib.automatic import Automatic, Inputs, Request, told_apart
 from clientlib.callable_model import Model
 from clientlib.channels import Lane, Lanes
 from clientlib.cuda_export import allocate, export
+from clientlib.cuda_order import Ring
 from clientlib.cuda_region import CudaRegion, register
 from clientlib.failures import PlanOutdated, RoomNeeded, with_remedy
 from clientlib.leases import kept
@@ -137,9 +138,9 @@ class Client(StaysHere):
         """GPU memory: an array of torch, cupy, numba, jax …, or `pointer` and `byte_size`; it may lie inside a block.
 
         `device`: the UUID of its GPU, to be checked. Raises InferError: UNSUPPORTED where CUDA is not available, and
-        for memory of an allocator that cannot share it, saying which and what to use instead. Whoever writes there
-        says when it is done (`torch.cuda.synchronize()`) before a request is sent. The memory is held, and must not be
-        freed, until `unregister` has returned.
+        for memory of an allocator that cannot share it, saying which and what to use instead. A request on it waits
+        for the GPU's work of this process, or for one stream (`Plan.after`). The memory is held, and must not be freed,
+        until `unregister` has returned.
         """
         exported = export(text(name, "name"), tensor, pointer, byte_size, device)
         return self._run(lambda link: register(self.native.regions, name, exported))
@@ -278,6 +279,10 @@ class Client(StaysHere):
     def grow(self, plan: Plan, needed: RoomNeeded, deadline_ns: int) -> None:
         """Give an output of `plan` more room."""
         self._run_until(_ends(deadline_ns, CALL_S), lambda link: self.native.grow(link, plan, needed))
+
+    def give_events(self, plan: Plan, ring: Ring, deadline_ns: int) -> None:
+        """Let requests of `plan` name events of `ring`."""
+        self._run_until(_ends(deadline_ns, CALL_S), lambda link: self.native.give_events(link, plan, ring))
 
     def release(self, prepared: Prepared[Lane]) -> None:
         """Tell the broker that a plan will not be used any more, unless the session it was prepared on has ended."""

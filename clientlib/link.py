@@ -85,9 +85,20 @@ class Link(Generic[L]):
 class Bound(Generic[L]):
     """A plan prepared on a link: everything a request needs, so that the hot path looks in one place."""
 
-    __slots__ = ("channel", "input_positions", "lane", "layout", "live", "output_positions", "ranges", "spread", "word")
+    __slots__ = (
+        "channel",
+        "events",
+        "input_positions",
+        "lane",
+        "layout",
+        "live",
+        "output_positions",
+        "ranges",
+        "spread",
+        "word",
+    )
 
-    def __init__(self, lane: L, layout: Layout, word: int) -> None:
+    def __init__(self, lane: L, layout: Layout, word: int, events: bool) -> None:
         self.spread: Spread[L] | None = None  # there are other workers, too
         self.lane = lane
         self.channel = lane.channel
@@ -97,6 +108,7 @@ class Bound(Generic[L]):
         self.input_positions = layout.input_positions
         self.output_positions = layout.output_positions
         self.word = word
+        self.events = events  # requests may name events (`clientlib.cuda_order`)
 
 
 def outside(bound: Bound[Any], input_slot: int, output_slot: int) -> InferError:
@@ -112,11 +124,12 @@ def outside(bound: Bound[Any], input_slot: int, output_slot: int) -> InferError:
 class Prepared(Generic[L]):
     """Where a plan was prepared last."""
 
-    __slots__ = ("bound_at", "generation", "index", "layout", "link", "moved", "worker", "workers")
+    __slots__ = ("bound_at", "events", "generation", "index", "layout", "link", "moved", "worker", "workers")
 
-    def __init__(self, link: Link[L], layout: Layout, reply: messages.Prepared) -> None:
+    def __init__(self, link: Link[L], layout: Layout, reply: messages.Prepared, events: bool = False) -> None:
         self.link = link
         self.layout = layout
+        self.events = events  # with a ring of them
         self.index, self.generation, self.worker = reply.index, reply.generation, reply.worker
         self.workers = reply.workers  # if there are several that may serve it
         self.bound_at = {reply.worker}

@@ -21,6 +21,7 @@ from clientlib import process
 from clientlib.arena import Block, Store
 from clientlib.arguments import LONGEST_TEXT, model_text, shown, text, version_text, whole
 from clientlib.binding import Binder
+from clientlib.cuda_order import Orders, Ring
 from clientlib.cuda_region import CudaRegion
 from clientlib.failures import RoomNeeded
 from clientlib.layout import Layout, sketch
@@ -53,6 +54,7 @@ class Native(Generic[L]):
         self.regions: dict[str, MappedRegion] = {}
         self.known: dict[tuple[str, str], ModelMetadata] = {}  # by name and version asked for, as last heard
         self.leases = Leases()
+        self.orders = Orders()
         self._store = Store()
         self.binder: Binder[L] = Binder(slots, spin_s)
         self._make_region = make_region
@@ -130,6 +132,7 @@ class Native(Generic[L]):
             except InferError as error:
                 region.retired = f"lost when the broker was reached again: {error.message}"
                 self.regions.pop(region.name, None)
+        yield from self.orders.attach()
         yield from self.leases.attach()
 
     def _registration(self, region: MappedRegion) -> Call:
@@ -288,6 +291,7 @@ class Native(Generic[L]):
 
     def _prepare(self, link: Link[L], plan: PlanState[L], layout: Layout) -> Procedure[Prepared[L]]:
         self._check_regions(plan.recipe)  # the broker goes by names, which may be other regions' by now
+        events = plan.recipe.events
         reply, _ = yield Call(
             messages.Prepare(
                 model=plan.recipe.model,
@@ -298,11 +302,12 @@ class Native(Generic[L]):
                 output_positions=layout.output_positions,
                 responses=layout.responses,
                 parameters=plan.recipe.parameters,
+                events=events,
             )
         )
         assert isinstance(reply, messages.Prepared)
         before = plan.prepared
-        prepared = plan.prepared = Prepared(link, layout, reply)
+        prepared = plan.prepared = Prepared(link, layout, reply, bool(events))
         if before is not None:
             self.released(before)
         return prepared
@@ -329,6 +334,16 @@ class Native(Generic[L]):
         # Twice as much as needed on average: results that vary a little do not grow it each time.
         plan.recipe.rooms[needed.output] = 1 << (needed.byte_size - 1).bit_length()
         yield from self.prepare(link, plan)
+        plan.unbind()
+
+    def give_events(self, link: Link[L], plan: PlanState[L], ring: Ring) -> Procedure[None]:
+        """Let requests of `plan` name events of `ring`."""
+        if not ring.registered:
+            yield from self.orders.register(ring)
+        plan.recipe.events = ring.name
+        prepared = plan.prepared
+        if prepared is not None:  # else `bind` prepares it
+            yield from self._prepare(link, plan, prepared.layout)
         plan.unbind()
 
     def bind(self, link: Link[L], plan: PlanState[L]) -> Procedure[Bound[L]]:

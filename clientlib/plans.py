@@ -7,6 +7,7 @@ thread-local; a lost broker, a fork or a close replaces that thread-local, so th
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Sequence
@@ -15,10 +16,12 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy.typing as npt
 
+from clientlib import cuda_order
 from clientlib.channels import Lane
 from clientlib.claims import claim, look_at, submit_when_free, take_place
 from clientlib.failures import NotServed, RoomNeeded
 from clientlib.link import Bound, Prepared, outside
+from clientlib.ordered import OrderedPlan, in_order
 from clientlib.pending import Pending
 from clientlib.process import StaysHere
 from clientlib.recipe import Recipe
@@ -42,11 +45,11 @@ class Plan(StaysHere):
 
     `infer`, `submit` and `stream` take: `timeout`, the deadline in seconds; `input_slot` and `output_slot`, the
     positions; `rows`, to use fewer than the prepared batch (0: all); `priority`; and the sequence's id and ends. The
-    fourth verb is `release`; what else is here without an underscore is the library's own and may change. A decoupled
-    model has `stream` alone, and outputs without a position.
+    other verbs are `release`, and `after` for GPU memory; what else is here without an underscore is the library's own
+    and may change. A decoupled model has `stream` alone, and outputs without a position.
     """
 
-    __slots__ = ("__weakref__", "_client", "_local", "_released", "prepared", "recipe")
+    __slots__ = ("__weakref__", "_client", "_local", "_released", "gpus", "prepared", "recipe")
     elsewhere = "connect() and prepare() there; region.share() and open_region() bring the memory"
 
     def __init__(self, client: Client, recipe: Recipe) -> None:
@@ -54,6 +57,7 @@ class Plan(StaysHere):
         self._local = threading.local()
         self._released = False
         self.recipe = recipe
+        self.gpus = cuda_order.gpus_of(recipe)
         self.prepared: Prepared[Lane] | None = None
 
     def infer(
@@ -134,6 +138,17 @@ class Plan(StaysHere):
             check_all(input_slot, None, *options)
             raise
 
+    def after(self, stream: object, order: str = "event") -> OrderedPlan:
+        """`infer` and `submit` for requests that come after what `stream` has to do by then, on a plan on GPU memory.
+
+        `stream`: of torch, cupy, numba or cuda.core, or its address; None: the caller knows that everything is done.
+        `order`: "event", for which the worker waits, 1 s at most; "synchronize": the caller waits for the stream. Where
+        no event can be had (all 64 are under way, memory of several GPUs), it is "synchronize". A request without
+        `after` waits for all that this process has enqueued on the GPUs, whatever the stream: that is always right, and
+        the slowest. Work that reads an output's place counts, too: the model writes there.
+        """
+        return OrderedPlan(self, stream, order)
+
     def source(
         self, deadline_ns: int, input_slot: int, options: Options, values: Sequence[npt.NDArray[Any]] = ()
     ) -> Source:
@@ -143,6 +158,8 @@ class Plan(StaysHere):
         bound = bound or self._bind_any(deadline_ns, options[2:])
         if not bound.layout.responses:
             return Single(self._start(deadline_ns, input_slot, None, *options, values))
+        if self.gpus:
+            cuda_order.Wait(self.gpus, None).now()
         if (needed := bound.layout.outgrown) is not None:
             bound.layout.outgrown = None
             with contextlib.suppress(InferError):  # without more room responses go on coming in parts
@@ -217,15 +234,19 @@ class Plan(StaysHere):
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    def _bind(self, deadline_ns: int, route: Route) -> Bound[Lane]:
-        """For requests that have one response."""
+    def _bind(self, deadline_ns: int, route: Route) -> tuple[Bound[Lane], int]:
+        """For requests that have one response. With the event that the request comes after, from 1; 0: none."""
         bound = self._bind_any(deadline_ns, route)
         if bound.layout.responses:
             raise only_streams(self.recipe.model)
-        return bound
+        if not self.gpus:
+            return bound, 0
+        return in_order(self, self._client, bound, deadline_ns, lambda: self._bind_any(deadline_ns, route))
 
     def _bind_any(self, deadline_ns: int, route: Route) -> Bound[Lane]:
         local = self._local  # before asking: what replaces it meanwhile must not be undone
+        if (known := getattr(local, "ordered", None)) is not None:
+            return known  # type: ignore[no-any-return]
         if (spread := getattr(local, "spread", None)) is not None:
             return self._choose(spread, deadline_ns, route)
         bound = None if self._released else self._client.bind(self, deadline_ns)
@@ -237,6 +258,8 @@ class Plan(StaysHere):
             return self._choose(bound.spread, deadline_ns, route)
         if bound.layout.responses:
             local.streaming = bound  # `_start`, which finds no other, must not use it
+        elif self.gpus:
+            local.ordered = bound  # likewise
         else:
             local.bound = bound
         return bound
@@ -261,10 +284,11 @@ class Plan(StaysHere):
         sequence_end: bool,
         values: Sequence[npt.NDArray[Any]] = (),
     ) -> Pending:
+        event = 0
         try:
             bound = self._local.bound
         except AttributeError:
-            bound = self._bind(deadline_ns, (sequence_id, sequence_start, sequence_end))
+            bound, event = self._bind(deadline_ns, (sequence_id, sequence_start, sequence_end))
         flags = 0
         if rows or priority or sequence_id or sequence_start or sequence_end:
             flags = check_options(rows, priority, sequence_id, sequence_start, sequence_end)
@@ -294,12 +318,14 @@ class Plan(StaysHere):
             claim(bound, pending)
         try:
             ident = bound.channel.submit(
-                pending, bound.word, input_slot, output_slot, rows, deadline_ns, 0, priority, flags, sequence_id
+                pending, bound.word, input_slot, output_slot, rows, deadline_ns, 0, priority, flags, sequence_id, event
             )
-            pending.ident = ident or submit_when_free(bound, pending, deadline_ns, priority, flags, sequence_id)
+            pending.ident = ident or submit_when_free(bound, pending, deadline_ns, priority, flags, sequence_id, event)
         except BaseException:
             bound.live.pop(output_slot, None)
             raise
+        if event:
+            cuda_order.sent(functools.partial(bound.channel.holds, pending.ident))
         return pending
 
     def _finish(self, pending: Pending) -> InferResult:

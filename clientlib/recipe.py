@@ -54,7 +54,7 @@ class Recipe:
     `raw`: arrays are bytes in KServe's encoding, 1-D uint8, both the inputs' values and the results, whose shapes are
     in `InferResult.shapes`. Memory that the caller placed is not looked at: such outputs have a shape only. A
     mapping of outputs has all that are wanted; without `raw` the model's others come beside them. `parameters`: of
-    every request, for the model (`shm.parameters`).
+    every request, for the model (`shm.parameters`). `events`: the ring whose events requests may name.
     """
 
     model: str
@@ -67,6 +67,7 @@ class Recipe:
     rooms: dict[str, int] = field(default_factory=dict)
     raw: bool = False
     parameters: dict[str, Parameter] = field(default_factory=dict)
+    events: str = ""
 
 
 def recipe(

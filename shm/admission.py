@@ -125,6 +125,11 @@ class Request:
         return self.entry[8]
 
     @property
+    def wait_event(self) -> int:
+        """1 + the event, in the ring of its plan, that its client's work on a GPU ends with; 0: that has ended."""
+        return self.entry[10]
+
+    @property
     def queue_timeout(self) -> int:
         """When it has waited as long as its sender wants, if its queue takes that into account; 0: no matter."""
         return self.entry[3] if self.entry[8] & QUEUE_TIMEOUT else 0

@@ -149,8 +149,9 @@ class ClientChannel:
         priority: int = 0,
         flags: int = 0,
         sequence_id: int = 0,
+        wait_event: int = 0,
     ) -> int:
-        """Publish one request; returns its ident, or 0 when every slot is taken.
+        """Publish one request; returns its ident, or 0 when every slot is taken. `wait_event`: as `Request` has it.
 
         Raises struct.error when a field is out of its range (see `SUBMISSION`).
         """
@@ -175,7 +176,7 @@ class ClientChannel:
                     sequence_id,
                     flags,
                     priority,
-                    0,
+                    wait_event,
                     0,
                     0,
                 )
@@ -191,6 +192,11 @@ class ClientChannel:
         if armed and armed != self._rung:
             self._ring(armed)
         return position << 16 | slot
+
+    def holds(self, ident: int) -> bool:
+        """Has the end of this request not been seen yet?"""
+        slot = ident & 0xFFFF
+        return self._positions[slot] == ident >> 16 and self._pending[slot] is not None
 
     def cancel(self, ident: int, wait: bool = True) -> bool:
         """Ask the worker to drop the request; False when it has ended already. It still gets its one ending.

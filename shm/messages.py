@@ -9,7 +9,7 @@ Client → broker (reply):
     GetModels → Models       GetModel → Models (one entry)
     RegisterPool + 1 fd → RegionInfo
     RegisterSystem → RegionInfo + 1 fd (the same open file the broker checked)
-    RegisterCuda (+ 1 fd for VMM memory) → RegionInfo
+    RegisterCuda (+ 1 fd for VMM memory), RegisterEvents → RegionInfo
     ShareRegion → Token      OpenRegion → RegionInfo + 1 fd
     Unregister → Done        ListRegions → Regions
     Prepare → Prepared       PrepareAt → Done         Release → Done
@@ -35,7 +35,8 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from shm.cuda.descriptor import CudaMemory
+from shm.cuda_messages import RegisterCuda as RegisterCuda
+from shm.cuda_messages import RegisterEvents as RegisterEvents
 from shm.errors import ProtocolError
 from shm.gateway_messages import (
     Config,
@@ -101,14 +102,6 @@ class RegisterSystem(Message, frozen=True, kw_only=True, tag=True):
     offset: Size = 0
 
 
-class RegisterCuda(Message, frozen=True, kw_only=True, tag=True):
-    """Memory of a GPU, which the broker only passes on to workers there."""
-
-    name: Name
-    memory: CudaMemory
-    writable: bool = True
-
-
 class ShareRegion(Message, frozen=True, kw_only=True, tag=True):
     name: Name
 
@@ -133,7 +126,7 @@ class Prepare(Message, frozen=True, kw_only=True, tag=True):
 
     `responses` is for decoupled models, and only for those: how many places for responses lie in one output position,
     each `byte_size / responses` of every output, whose shape is then (-1,) (see `shm.responses`).
-    `parameters`: of every request of the plan (see `shm.parameters`).
+    `parameters`: of every request of the plan (see `shm.parameters`). `events`: the ring whose events submissions name.
     """
 
     model: Text
@@ -145,6 +138,7 @@ class Prepare(Message, frozen=True, kw_only=True, tag=True):
     output_positions: Positions = 1
     responses: Responses = 0
     parameters: Parameters = {}
+    events: Text = ""
 
 
 class PrepareStep(Message, frozen=True, kw_only=True, tag=True):
@@ -316,6 +310,7 @@ Request = (
     | RegisterPool
     | RegisterSystem
     | RegisterCuda
+    | RegisterEvents
     | ShareRegion
     | OpenRegion
     | Unregister

@@ -357,8 +357,11 @@ def _gpu_memory(document: Document) -> Iterator[Metric]:
         (CounterMetricFamily, "gpu_memory_evictions", "evictions", "Closed because their client had freed them"),
         (GaugeMetricFamily, "gpu_memory_open_bytes", "open_bytes", "Bytes of those that are open"),
         (GaugeMetricFamily, "pinned_bytes", "pinned_bytes", "Bytes of host regions that are pinned for a GPU"),
+        (CounterMetricFamily, "gpu_producer_waits", "waits", "Requests whose client's stream was not done yet"),
     ):
         yield _labelled(kind, name, documentation, "worker", {worker: row[key] for worker, row in workers.items()})
+    documentation, waited = "Waiting for clients' streams", {key: row["wait_ns"] / 1e9 for key, row in workers.items()}
+    yield _labelled(CounterMetricFamily, "gpu_producer_wait_seconds", documentation, "worker", waited)
 
 
 # --- parts --------------------------------------------------------------------------------------------------------

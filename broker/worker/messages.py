@@ -24,7 +24,7 @@ import msgspec
 
 from broker.repository.config import ModelConfig
 from broker.repository.scheduling import Allowance
-from shm.cuda.descriptor import CudaMemory
+from shm.cuda.descriptor import CudaEvents, CudaMemory
 from shm.messages import TensorSpec
 
 MAX_TEXT: Final = 8000  # characters of what others wrote, so that a message fits a datagram in whatever script
@@ -81,7 +81,8 @@ class UnloadModel(LinkMessage, frozen=True, kw_only=True, tag=True):
 
 
 class AddRegion(LinkMessage, frozen=True, kw_only=True, tag=True):
-    """Map [offset, offset + byte_size) of the attached file, or of GPU memory. `kind`: "pool", "system" or "cuda".
+    """Map [offset, offset + byte_size) of the attached file, or of GPU memory. `kind`: "pool", "system" or "cuda"; or
+    open a ring of events, "events".
 
     (device, inode) identify the memory across sessions, for the overlap check.
     """
@@ -97,6 +98,7 @@ class AddRegion(LinkMessage, frozen=True, kw_only=True, tag=True):
     inode: int
     writable: bool
     cuda: CudaMemory | None = None
+    events: CudaEvents | None = None
     owner: int = 0  # the session that registered it: what it frees is looked for among its own
 
 
@@ -152,6 +154,7 @@ class BindPlan(LinkMessage, frozen=True, kw_only=True, tag=True):
     parameters: dict[str, bool | int | float | str] = {}  # see `shm.parameters`
     step: bool = False  # see `shm.messages.PrepareStep`
     credit: PlanTensor | None = None  # likewise
+    events: tuple[int, int] | None = None  # (region, generation) of the ring whose events submissions name
 
 
 class DropPlan(LinkMessage, frozen=True, kw_only=True, tag=True):

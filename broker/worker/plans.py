@@ -86,6 +86,7 @@ class Plan:
         "credit",
         "crowded",
         "crowds",
+        "events",
         "generation",
         "index",
         "input_positions",
@@ -142,6 +143,7 @@ class Plan:
         tensors = (*self.inputs, *self.outputs)
         self.windows = tuple({t.region.gpu for t in tensors if t.region.gpu is not None})  # memory of GPUs
         self.staged = bool(self.windows)  # it is copied to the host and back around a run
+        self.events = None if message.events is None else _region(regions, message.events, "its events")
         self.crowds = crowds
         self.crowded = False
         self.bindings: dict[tuple[int, int, int, int], Any] = {}  # Execution, by instance number, positions, rows
@@ -167,8 +169,8 @@ class Plan:
         self.simple = False
 
     def simplify(self) -> None:
-        """Decide again whether admission may skip everything but the busy flag."""
-        self.simple = not (self.closed or self.crowded or self.staged)
+        """Decide again whether admission may skip everything but the busy flag, and a lone request the queue."""
+        self.simple = not (self.closed or self.crowded or self.staged or self.events)
 
     def changed_size(self) -> str:
         """The name of a system region of this plan that was truncated, or ""."""
@@ -178,9 +180,9 @@ class Plan:
         return ""
 
     def names(self, region: Region) -> bool:
-        """Does any tensor lie in `region`?"""
+        """Does any tensor lie in `region`, or are its events there?"""
         tensors = (*self.inputs, *self.outputs) if self.credit is None else (*self.inputs, *self.outputs, self.credit)
-        return any(tensor.region is region for tensor in tensors)
+        return self.events is region or any(tensor.region is region for tensor in tensors)
 
     def forget_bindings(self) -> None:
         """Let go of the model it was bound to."""
@@ -193,6 +195,7 @@ class Plan:
         self.credit = None
         self.shared = ()
         self.windows = ()
+        self.events = None
 
 
 def adopt(plan: Plan, model: LoadedModel, signatures: dict[object, object]) -> None:
@@ -255,8 +258,13 @@ def _off_limits(plan: Plan, model: LoadedModel) -> Verdict | None:
 
 
 def _placed(tensor: PlanTensor, regions: RegionTable, positions: int, output: bool, message: BindPlan) -> PlacedTensor:
-    region = regions.get(tensor.region, tensor.generation)
-    if region is None:
-        raise InferError(Code.NOT_FOUND, f"Unable to find shared memory region: '{tensor.spec.region}'")
+    region = _region(regions, (tensor.region, tensor.generation), tensor.spec.region)
     place = views.resolve(tensor.spec, region.info.byte_size, positions, output=output)
     return PlacedTensor(tensor, region, place, message.rows > 0)
+
+
+def _region(regions: RegionTable, key: tuple[int, int], name: str) -> Region:
+    region = regions.get(*key)
+    if region is None:
+        raise InferError(Code.NOT_FOUND, f"Unable to find shared memory region: '{name}'")
+    return region

@@ -19,6 +19,7 @@ from broker.worker.messages import AddRegion
 from shm.regions import MappedMemory, shrunk
 
 if TYPE_CHECKING:
+    from broker.worker.cuda.events import Events
     from broker.worker.cuda.windows import Window, Windows
 
 
@@ -27,15 +28,17 @@ class Region:
     """One mapped region. `bytes` is exactly the registered window, whatever its offset in the file.
 
     `used`: a request ran on it since the broker last asked; kept for system regions only. `gpu`: it is memory of a GPU;
-    `bytes` is then the host's, a mirror for models that run there (`broker.worker.cuda.mirrors`).
+    `bytes` is then the host's, a mirror for models that run there (`broker.worker.cuda.mirrors`). `events`: it is no
+    memory, but a ring of a client's events.
     """
 
-    __slots__ = ("_fd", "_unpin", "bytes", "file_size", "gpu", "info", "retired", "used")
+    __slots__ = ("_fd", "_unpin", "bytes", "events", "file_size", "gpu", "info", "retired", "used")
 
     def __init__(self, info: AddRegion, fd: int) -> None:
         self._fd = -1
         self._unpin: Callable[[], None] | None = None
         self.gpu: Window | None = None
+        self.events: Events | None = None
         self.info = info
         memory = MappedMemory(fd, info.offset, info.byte_size, info.writable)
         self.bytes: npt.NDArray[np.uint8] = memory.bytes
@@ -62,9 +65,16 @@ class Region:
         return cls._made(info, window.mirror.bytes, window)
 
     @classmethod
+    def of_events(cls, info: AddRegion, events: Events) -> Region:
+        """No memory: a client's events."""
+        region = cls._made(info, np.empty(0, np.uint8), None)
+        region.events = events
+        return region
+
+    @classmethod
     def _made(cls, info: AddRegion, memory: npt.NDArray[np.uint8], window: Window | None) -> Region:
         region = cls.__new__(cls)
-        region._fd, region._unpin, region.gpu = -1, None, window
+        region._fd, region._unpin, region.gpu, region.events = -1, None, window, None
         region.info, region.bytes, region.file_size = info, memory, info.file_size
         region.retired = region.used = False
         return region
@@ -102,9 +112,11 @@ class Region:
         self._unpin = pin(self.bytes, ordinal, words, writable=self.info.writable)
 
     def close(self) -> None:
-        """No plan names it any more, and no request runs on it: GPU memory is closed, other memory goes by itself."""
+        """No plan names it any more, no request runs on it: what is a GPU's is closed, other memory goes by itself."""
         if self.gpu is not None:
             self.gpu.close()
+        if self.events is not None:
+            self.events.close()
 
     def __del__(self) -> None:
         if self._fd >= 0:
@@ -136,14 +148,16 @@ class RegionTable:
         key = info.region, info.generation
         if key in self._regions:
             return
-        if info.cuda is None and not self._device:
+        if info.cuda is None and info.events is None and not self._device:
             self._regions[key] = Region(info, fd)
             return
         from broker.worker.cuda.windows import Windows
 
         assert self._words is not None
         self._windows = self._windows or Windows(self._device, self._words)
-        if info.cuda is not None:
+        if info.events is not None:
+            self._regions[key] = Region.of_events(info, self._windows.open_events(info))
+        elif info.cuda is not None:
             self._regions[key] = Region.on_gpu(info, self._windows.open(info, fd))
         else:
             self._regions[key] = Region(info, fd)
@@ -158,6 +172,8 @@ class RegionTable:
         found = self._regions.pop((region, generation), None)
         if found is not None:
             found.retired = True
+            if found.events is not None:
+                found.events.end()
 
     def get(self, region: int, generation: int) -> Region | None:
         """None: never added, or retired."""

@@ -1,4 +1,5 @@
-"""How GPU memory is named in messages: an allocation of some device, and a window of it. Plain data.
+"""How GPU memory is named in messages: an allocation of some device, and a window of it. Plain data. So are the events
+that tell when a producer on such a device is done.
 
 Made by `clientlib`, carried by the broker, opened by a worker of that device.
 """
@@ -15,7 +16,8 @@ import msgspec
 from shm.errors import Code, InferError
 from shm.message_values import Size
 
-HANDLE_SIZE: Final = 64  # bytes of CUipcMemHandle and cudaIpcMemHandle_t (CU_IPC_HANDLE_SIZE)
+HANDLE_SIZE: Final = 64  # bytes of CUipcMemHandle, CUipcEventHandle and the runtime's types (CU_IPC_HANDLE_SIZE)
+MAX_EVENTS: Final = 256  # of a ring: its handles must fit a message
 LEGACY: Final = "legacy"  # an allocation of cuMemAlloc or cudaMalloc, by its handle
 VMM: Final = "vmm"  # memory of cuMemCreate, by a file descriptor
 _UUID: Final = re.compile("(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -59,6 +61,37 @@ class CudaMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Without the handle, which is a key."""
         place = f"[{self.offset}, {self.offset + self.byte_size}) of {self.allocation_size} bytes"
         return f"<{self.kind} CUDA memory, {place} on {self.device}>"
+
+
+@final
+class CudaEvents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A ring of IPC events on GPU `device`: `handles` has 64 bytes of each, one after the other. Not logged, as above.
+
+    Its owner records event i after the work that fills an input, and a submission names it as i + 1.
+    """
+
+    device: Uuid
+    handles: bytes
+
+    offset = 0  # as `CudaMemory` has one
+
+    @property
+    def byte_size(self) -> int:
+        """Of the handles."""
+        return len(self.handles)
+
+    def check(self, name: str) -> None:
+        """Are there handles? `name` is the ring's. Raises InferError INVALID_ARG."""
+        if not self.handles or len(self.handles) % HANDLE_SIZE or len(self.handles) > MAX_EVENTS * HANDLE_SIZE:
+            raise InferError(
+                Code.INVALID_ARG,
+                f"cannot register '{name}': a ring is 1 to {MAX_EVENTS} handles of events of {HANDLE_SIZE} bytes, "
+                f"{len(self.handles)} bytes came",
+            )
+
+    def __repr__(self) -> str:
+        """Without the handles, which are keys."""
+        return f"<{len(self.handles) // HANDLE_SIZE} CUDA events on {self.device}>"
 
 
 def allocation_of(fd: int) -> tuple[int, int] | None:

@@ -1,15 +1,14 @@
-"""The order of work on a GPU between processes: streams, and rings of events that one records and another awaits.
+"""The order of work on a GPU between processes: streams, and rings of events that one records and another looks at.
 
     client  ring = EventRing.create(n)   index = ring.record(the producer's stream)   send the index
-    worker  ring = OpenedRing(handles)   wait on its own stream for event `index`: the GPU waits, no thread does
+    worker  ring = OpenedRing(handles)   ring.happened(index) before it has a model read
     client  ring.give(index) when the request has ended
 
-An event's wait is for the record that was the latest when the wait was asked for. So an event is recorded before its
-index is sent, and not again before the request has ended: a ring has as many events as requests may be under way. A
-handle of memory carries no order: without an event the producer waits for its stream before it sends (`synchronize`).
+What is looked at is the latest record. So an event is recorded before its index is sent, and not again before the
+request has ended. A handle of memory carries no order: without an event the producer waits for its stream, or for all
+of its context, before it sends.
 
-All functions need a current context. Workers use the streams (`broker.worker.cuda`). No message
-carries a ring to a worker yet: clients wait for their streams.
+All functions need a current context. Used by `clientlib.cuda_order` and `broker.worker.cuda`.
 """
 
 from __future__ import annotations
@@ -18,14 +17,13 @@ import threading
 from collections import deque
 from typing import Any, Final, final
 
-from shm.cuda.descriptor import HANDLE_SIZE
-from shm.cuda.driver import attempt, bindings, call
+from shm.cuda.descriptor import HANDLE_SIZE, MAX_EVENTS
+from shm.cuda.driver import NOT_READY, CudaError, attempt, bindings, call
 from shm.cuda.handles import handle_bytes, handle_of
 from shm.errors import Code, InferError
 
 NON_BLOCKING: Final = 1  # CU_STREAM_NON_BLOCKING: not ordered with the legacy default stream
 IPC_EVENT: Final = 2 | 4  # CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS, which needs the other
-MAX_EVENTS: Final = 1024  # of a ring: as many as requests of a channel
 
 
 @final
@@ -37,10 +35,6 @@ class Stream:
     def __init__(self) -> None:
         self._stream = call("cuStreamCreate", NON_BLOCKING)
         self.handle = int(self._stream)
-
-    def wait(self, event: Any) -> None:
-        """Later work of the stream runs when `event` has happened. Returns at once."""
-        call("cuStreamWaitEvent", self._stream, event, 0)
 
     def record(self, event: Any) -> None:
         """`event` happens when the stream has done what it has by now. Returns at once."""
@@ -61,9 +55,26 @@ class Stream:
             call("cuStreamDestroy", stream)
 
 
-def synchronize(stream: int = 0) -> None:
-    """Wait for anybody's stream, by its address (torch: `current_stream().cuda_stream`); 0, 1, 2: the default ones."""
-    call("cuStreamSynchronize", stream)
+def synchronize(stream: int | None) -> None:
+    """Wait for anybody's stream, by its address (torch: `current_stream().cuda_stream`); 0, 1, 2: the default ones.
+
+    None: for everything in this context, whatever its stream. Other threads of Python run meanwhile.
+    """
+    if stream is None:
+        call("cuCtxSynchronize")
+    else:
+        call("cuStreamSynchronize", stream)
+
+
+def is_done(stream: int) -> bool:
+    """Has a stream nothing left to do?"""
+    try:
+        call("cuStreamQuery", stream)
+    except CudaError as error:
+        if error.number != NOT_READY:
+            raise
+        return False
+    return True
 
 
 def events_between_processes(ordinal: int) -> bool:
@@ -99,16 +110,14 @@ class EventRing:
                 attempt("cuEventDestroy", event)
             raise
 
-    def record(self, stream: int) -> int:
+    def record(self, stream: int) -> int | None:
         """Take a free event and record it on the producer's stream, by its address: the index to send.
 
-        Raises UNAVAILABLE when all are in requests that have not ended.
+        None: all are in requests that have not ended. Raises CudaError, as for a stream of another GPU.
         """
         with self._lock:
             if not self._free:
-                raise InferError(
-                    Code.UNAVAILABLE, f"all {len(self._events)} events are in requests that have not ended: await some"
-                )
+                return None
             index = self._free.popleft()
         try:
             call("cuEventRecord", self._events[index], stream)
@@ -131,16 +140,11 @@ class EventRing:
 
 @final
 class OpenedRing:
-    """Another process's events, opened once. Raises InferError INVALID_ARG for what is no such ring."""
+    """Another process's events, opened once. `handles`: as `CudaEvents.check` allows. Raises CudaError for others."""
 
     __slots__ = ("_events",)
 
     def __init__(self, handles: bytes) -> None:
-        if not handles or len(handles) % HANDLE_SIZE or len(handles) > MAX_EVENTS * HANDLE_SIZE:
-            raise InferError(
-                Code.INVALID_ARG,
-                f"a ring is 1 to {MAX_EVENTS} handles of events of {HANDLE_SIZE} bytes, {len(handles)} bytes came",
-            )
         self._events: list[Any] = []
         try:
             for start in range(0, len(handles), HANDLE_SIZE):
@@ -153,11 +157,17 @@ class OpenedRing:
     def __len__(self) -> int:
         return len(self._events)
 
-    def wait(self, index: int, stream: Stream) -> None:
-        """Have `stream` wait for event `index`. Raises INVALID_ARG for one that there is not."""
+    def happened(self, index: int) -> bool:
+        """Has everything happened that event `index` was recorded after? Raises INVALID_ARG for one that is not."""
         if not 0 <= index < len(self._events):
             raise InferError(Code.INVALID_ARG, f"there is no event {index} in a ring of {len(self._events)}")
-        stream.wait(self._events[index])
+        try:
+            call("cuEventQuery", self._events[index])
+        except CudaError as error:
+            if error.number != NOT_READY:
+                raise
+            return False
+        return True
 
     def close(self) -> None:
         """Let them go."""

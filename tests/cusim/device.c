@@ -164,6 +164,11 @@ CUresult cuCtxPushCurrent(CUcontext context) {
     stack[depth++] = context;
     return CUDA_SUCCESS;
 }
+CUresult cuCtxSynchronize(void) {
+    ENTER(CONTEXT);
+    drain_device(current_device());
+    return (CUresult)sticky;
+}
 CUresult cuCtxPopCurrent(CUcontext *context) {
     ENTER(INITIALISED);
     if (!depth) return CUDA_ERROR_INVALID_CONTEXT;

@@ -9,7 +9,7 @@ static const struct {
 } table[] = {
     F(cuInit), F(cuDriverGetVersion), F(cuDeviceGetCount), F(cuDeviceGet), F(cuDeviceGetName), F(cuDeviceTotalMem),
     F(cuDeviceGetUuid), F(cuDeviceCanAccessPeer), F(cuDeviceGetAttribute), F(cuDevicePrimaryCtxRetain),
-    F(cuDevicePrimaryCtxGetState), F(cuCtxGetCurrent), F(cuCtxPushCurrent), F(cuCtxPopCurrent), F(cuMemAlloc),
+    F(cuDevicePrimaryCtxGetState), F(cuCtxGetCurrent), F(cuCtxPushCurrent), F(cuCtxPopCurrent), F(cuCtxSynchronize), F(cuMemAlloc),
     F(cuMemFree), F(cuMemAllocAsync), F(cuMemFreeAsync), F(cuMemGetInfo), F(cuMemGetAddressRange),
     F(cuPointerGetAttribute), F(cuMemHostRegister), F(cuMemHostUnregister), F(cuMemcpy), F(cuMemcpyAsync),
     F(cuMemcpyHtoD), F(cuMemcpyHtoDAsync), F(cuMemcpyDtoH), F(cuMemcpyDtoHAsync), F(cuMemcpyDtoD),

@@ -90,7 +90,7 @@ class Application:
     def open_gate(self) -> None:
         self.gate.set()
 
-    def record(self) -> int:
+    def record(self) -> int | None:
         return self.ring.record(self.stream.handle)
 
     def give(self, index: int) -> None:

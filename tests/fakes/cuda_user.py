@@ -36,8 +36,10 @@ class User:
         self.regions[name] = made
         return str(made.device)
 
-    def prepare(self, model: str, inputs: dict[str, str], outputs: dict[str, str], dims: list[int]) -> None:
-        """Tensor → region. The nth of all lies at the nth place."""
+    def prepare(
+        self, model: str, inputs: dict[str, str], outputs: dict[str, str], dims: list[int], slots: int = 1
+    ) -> None:
+        """Tensor → region. The nth of all lies at the nth place. `slots`: output positions, one after the other."""
         self.places = {
             name: (region, at * APART) for at, (name, region) in enumerate([*inputs.items(), *outputs.items()])
         }
@@ -49,7 +51,7 @@ class User:
                 for name, region in names.items()
             }
 
-        self.plan = self.client.prepare(model, tensors(inputs), tensors(outputs))
+        self.plan = self.client.prepare(model, tensors(inputs), tensors(outputs), slots=(1, slots))
 
     def infer(self, values: dict[str, float], wanted: str) -> list[float]:
         """[bytes copied, the output's elements…]."""

@@ -1,82 +1,276 @@
-"""A run sees what was written before its request was sent: by an event that its stream waits for, and only then."""
+"""A run sees what was enqueued before its request was sent: by an event, by waiting, or because all is waited for.
+
+Each way is tried with a stream that stops at a gate before it writes; a request that waits for nothing shows that the
+others would see it if they did not wait. All the way through a real broker; the model is a double of TensorRT's.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
-from shm.cuda.sync import OpenedRing
 from shm.errors import InferError
-from tests.fakes.cuda import CudaEnv
+from tests.doubles import tensorrt as double
+from tests.fakes import models
+from tests.fakes.broker import Broker, eventually
+from tests.fakes.cuda import ROOT, CudaEnv
 from tests.fakes.cuda_children import Child
+from tests.fakes.cuda_worker import BACKEND
+from tests.integration.test_cuda_served import ADDER, IDENTITY, PLAN, worker_of
 
-EVENTS = 4
+pytestmark = pytest.mark.timeout(120)
+EVENTS = 64  # clientlib.cuda_order's
 
 
 @pytest.fixture(scope="module")
-def pair(cuda_env: CudaEnv) -> Iterator[tuple[Child, Child]]:
-    """An application whose stream stops at a gate before it writes, and a worker."""
-    with (
-        Child(cuda_env, "tests.fakes.cuda_roles:Application") as application,
-        Child(cuda_env, "tests.fakes.cuda_roles:Worker") as worker,
+def broker(cuda_sim: CudaEnv, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+    directory = tmp_path_factory.mktemp("order")
+    repository = directory / "repository"
+    models.write_model(repository, "on_cpu", config=IDENTITY % "KIND_CPU")
+    models.write_model(repository, "add", config=ADDER)
+    (repository / "add" / "backend.py").write_text(BACKEND)
+    (repository / "add" / "1" / "model.plan").write_bytes(double.plan("add", *PLAN))
+    (directory / "run").mkdir()
+
+    def before() -> None:
+        os.environ.update(cuda_sim.environ, PYTHONPATH=str(ROOT))
+
+    with Broker(repository, directory / "run", before=before) as running:
+        yield running.ready()
+
+
+def producer(broker: Broker, env: CudaEnv) -> Child:
+    return Child(env, "tests.fakes.cuda_producer:Producer", f"ipc://{broker.directory}")
+
+
+def prepared(child: Child, name: str = "r", model: str = "add", slots: int = 1) -> Child:
+    """With a plan whose output is 1 + 2 once, or 1 for the model on the CPU."""
+    child.call("allocate", name, "gpu")
+    inputs = {"INPUT0": name, "INPUT1": name} if model == "add" else {"INPUT0": name}
+    child.call("prepare", model, inputs, {"OUTPUT0": name}, [1, 4], slots)
+    child.call("infer", {tensor: at + 1 for at, tensor in enumerate(inputs)}, "OUTPUT0")
+    return child
+
+
+@pytest.fixture(scope="module")
+def shared(broker: Broker, cuda_sim: CudaEnv) -> Iterator[Child]:
+    with producer(broker, cuda_sim) as child:
+        yield child
+
+
+@pytest.fixture
+def user(shared: Child) -> Iterator[Child]:
+    yield prepared(shared)
+    shared.call("open_gate")
+    shared.call("unregister", "r")
+
+
+@pytest.fixture
+def pid(broker: Broker) -> int:
+    """Of the worker on the GPU."""
+    found: int = worker_of(broker, "gpu0/tensorrt")["pid"]  # type: ignore[assignment]
+    return found
+
+
+def test_a_request_that_waits_for_nothing_reads_what_was_there_before(user: Child) -> None:
+    """So the tests below would see it if a wait did nothing."""
+    user.call("write_late", {"INPUT0": 10, "INPUT1": 20})
+    assert user.call("run", "none", "OUTPUT0") == 3
+
+
+def submit_and_wait_for(child: Child, env: CudaEnv, worker: int) -> None:
+    """Returns when the worker has looked at the event several times."""
+    before = env.calls(worker).get("cuEventQuery", 0)
+    child.call("submit", "event")
+    eventually(lambda: env.calls(worker).get("cuEventQuery", 0) > before + 3, "the worker waits")
+    assert not child.call("done")
+
+
+def test_the_worker_waits_for_an_event(user: Child, cuda_sim: CudaEnv, pid: int) -> None:
+    user.call("write_late", {"INPUT0": 10, "INPUT1": 20})
+    submit_and_wait_for(user, cuda_sim, pid)
+    user.call("open_gate")
+    assert user.call("result", "OUTPUT0") == 30
+
+
+@pytest.mark.parametrize("order", ["", "synchronize"])
+def test_the_client_waits_where_there_is_no_event(user: Child, order: str) -> None:
+    user.call("write_late", {"INPUT0": 10, "INPUT1": 20})
+    user.call("open_later")
+    assert user.call("run", order, "OUTPUT0") == 30
+
+
+@pytest.mark.parametrize("order", ["event", "synchronize", ""])
+def test_so_does_a_client_on_an_event_loop(broker: Broker, shared: Child, order: str) -> None:
+    assert shared.call("run_async", f"ipc://{broker.directory}", order) == 23
+
+
+def test_a_model_on_the_cpu_gets_its_copy_after_the_event(broker: Broker, shared: Child, cuda_sim: CudaEnv) -> None:
+    user = prepared(shared, "c", "on_cpu")
+    user.call("write_late", {"INPUT0": 10})
+    submit_and_wait_for(user, cuda_sim, worker_of(broker, "cpu/default")["pid"])  # type: ignore[arg-type]
+    user.call("open_gate")
+    assert user.call("result", "OUTPUT0") == 10
+    user.call("unregister", "c")
+
+
+def test_a_ring_is_opened_once_and_its_events_are_used_again(
+    broker: Broker, user: Child, cuda_sim: CudaEnv, pid: int
+) -> None:
+    user.call("run", "event", "OUTPUT0")
+    ours, theirs = cuda_sim.calls(user.pid), cuda_sim.calls(pid)
+    assert user.call("run_many", 2 * EVENTS) == [number + 2 for number in range(2 * EVENTS)]
+    after_ours, after_theirs = cuda_sim.calls(user.pid), cuda_sim.calls(pid)
+    assert after_ours["cuEventCreate"] == ours["cuEventCreate"]
+    assert after_theirs["cuIpcOpenEventHandle"] == theirs["cuIpcOpenEventHandle"]
+    assert after_theirs["cuEventQuery"] >= theirs["cuEventQuery"] + 2 * EVENTS
+
+
+def test_an_event_is_not_recorded_again_before_its_request_has_ended(broker: Broker, cuda_sim: CudaEnv) -> None:
+    """Where all are under way the client waits for its stream instead."""
+    with producer(broker, cuda_sim) as child:
+        child.call("events", 1)
+        prepared(child, slots=2)
+        child.call("run", "event", "OUTPUT0")
+        records = cuda_sim.calls(child.pid)["cuEventRecord"]
+        child.call("write_late", {"INPUT0": 10, "INPUT1": 20})
+        child.call("submit", "event")
+        child.call("open_later")
+        child.call("submit", "event", None, 1)
+        assert [child.call("result", "OUTPUT0", slot) for slot in (0, 1)] == [30, 30]
+        assert cuda_sim.calls(child.pid)["cuEventRecord"] == records + 1
+        assert child.call("run_many", 1) == [20]
+        assert cuda_sim.calls(child.pid)["cuEventRecord"] == records + 2
+
+
+def test_a_replacement_of_the_worker_has_the_events_too(
+    broker: Broker, user: Child, cuda_sim: CudaEnv, pid: int
+) -> None:
+    assert user.call("run_many", 1) == [2]
+    os.kill(pid, 9)
+
+    def replaced() -> bool:
+        row = worker_of(broker, "gpu0/tensorrt")
+        return row["state"] == "ready" and row["pid"] != pid
+
+    eventually(replaced, "it is replaced")
+    user.call("write_late", {"INPUT0": 10, "INPUT1": 20})
+    submit_and_wait_for(user, cuda_sim, worker_of(broker, "gpu0/tensorrt")["pid"])  # type: ignore[arg-type]
+    user.call("open_gate")
+    assert user.call("result", "OUTPUT0") == 30
+
+
+def test_an_event_that_does_not_happen_ends_its_request_and_no_other(
+    broker: Broker, user: Child, cuda_sim: CudaEnv
+) -> None:
+    user.call("write_late", {"INPUT0": 10, "INPUT1": 20})
+    user.call("submit", "event")
+    with producer(broker, cuda_sim) as other:
+        prepared(other)
+        assert other.call("run_many", 2) == [2, 3], "others only wait for a while"
+    with pytest.raises(InferError, match=r"\[UNAVAILABLE\] the event of this request did not happen within 1 s"):
+        user.call("result", "OUTPUT0")
+    user.call("submit", "event")  # not waited for: what came before has kept everybody waiting in vain
+    with pytest.raises(InferError, match="or others of this client before it did not"):
+        user.call("result", "OUTPUT0")
+    user.call("open_gate")
+    assert user.call("run", "synchronize", "OUTPUT0") == 30
+    assert user.call("run", "event", "OUTPUT0") == 30
+    user.call("write_late", {"INPUT0": 11, "INPUT1": 20})
+    user.call("submit", "event")
+    user.call("open_gate")
+    assert user.call("result", "OUTPUT0") == 31, "it is waited for again"
+    row = broker.client().ask("GetMetrics")["metrics"]["gpu_memory"]["gpu0/tensorrt"]
+    assert (row["waits"] >= 3, row["wait_ns"] > 10**9) == (True, True)
+
+
+def test_the_deadline_of_a_request_holds_while_its_event_is_waited_for(user: Child) -> None:
+    user.call("write_late", {"INPUT0": 10, "INPUT1": 20})
+    user.call("submit", "event", 0.05)
+    with pytest.raises(InferError, match="Request timeout expired"):
+        user.call("result", "OUTPUT0")
+
+
+def test_events_of_a_client_that_was_killed_are_closed(broker: Broker, cuda_sim: CudaEnv, pid: int) -> None:
+    before = cuda_sim.calls(pid)
+    with producer(broker, cuda_sim) as child:
+        prepared(child)
+        child.call("write_late", {"INPUT0": 10, "INPUT1": 20})
+        child.call("submit", "event")
+        eventually(lambda: _opened(cuda_sim, pid) > _opened_in(before), "the worker has them open")
+        child.kill()
+
+    def closed() -> bool:
+        return cuda_sim.calls(pid).get("cuEventDestroy", 0) >= before.get("cuEventDestroy", 0) + EVENTS
+
+    eventually(closed, "they are closed")
+    assert worker_of(broker, "gpu0/tensorrt")["pid"] == pid, "and the worker lives"
+
+
+def _opened_in(calls: dict[str, int]) -> int:
+    return calls.get("cuIpcOpenEventHandle", 0)
+
+
+def _opened(env: CudaEnv, pid: int) -> int:
+    return _opened_in(env.calls(pid))
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 bytes came"), (63, "63 bytes came"), (64 * 257, "16448 bytes came"), (64, "no events of another process")],
+)
+def test_handles_of_no_events_are_refused(broker: Broker, cuda_sim: CudaEnv, size: int, text: str) -> None:
+    asked = {"device": cuda_sim.devices()[0], "handles": bytes(size)}
+    answer = broker.client().ask("RegisterEvents", name="e", events=asked)
+    assert (answer["type"], answer["code"]) == ("Failure", "INVALID_ARG")
+    assert text in answer["message"]
+
+
+def test_events_of_a_gpu_without_a_worker_are_refused(broker: Broker) -> None:
+    asked = {"device": "GPU-00000000-0000-0000-0000-000000000000", "handles": bytes(64)}
+    answer = broker.client().ask("RegisterEvents", name="e", events=asked)
+    assert (answer["code"], "this broker has no worker on GPU-0" in answer["message"]) == ("UNSUPPORTED", True)
+
+
+def test_only_a_ring_of_the_session_itself_can_be_named(broker: Broker, user: Child, cuda_sim: CudaEnv) -> None:
+    user.call("run", "event", "OUTPUT0")
+    (ring,) = user.call("rings")
+    with producer(broker, cuda_sim) as other:
+        prepared(other)
+        with pytest.raises(InferError, match=f"Unable to find shared memory region: '{ring}'"):
+            other.call("name_ring", ring)
+        with pytest.raises(InferError, match="'r' is a cuda region, no ring of events"):
+            other.call("name_ring", "r")
+    for code, text, number in (
+        ("INVALID_ARG", f"there is no event {EVENTS} in a ring of {EVENTS}", EVENTS + 1),
+        ("INVALID_ARG", "there is no event 65534", 65535),
     ):
-        application.call("allocate", 4096)
-        worker.call("add", 1, 1, application.call("export", 0, 0, 4096))
-        assert worker.call("open_ring", application.call("make_ring", EVENTS)) == EVENTS
-        yield application, worker
-        worker.call("end_ring")
-        application.call("end_ring")
+        with pytest.raises(InferError, match=text) as raised:
+            user.call("forge", number)
+        assert raised.value.code == code
 
 
-def test_an_event_is_waited_for_by_the_stream(pair: tuple[Child, Child]) -> None:
-    application, worker = pair
-    for value in range(2, 2 + 2 * EVENTS):
-        index = application.call("write_late", 0, float(value))
-        worker.ask("read_after", 1, index)
-        assert not worker.answered()
-        application.call("open_gate")
-        assert worker.answer() == value
-        application.call("give", index)
+def test_a_plan_without_a_ring_takes_no_event(broker: Broker, cuda_sim: CudaEnv) -> None:
+    with producer(broker, cuda_sim) as child:
+        child.call("allocate", "h", "host")
+        child.call("allocate", "g", "gpu")
+        child.call("prepare", "add", {"INPUT0": "h", "INPUT1": "g"}, {"OUTPUT0": "g"}, [1, 4])
+        with pytest.raises(InferError, match="the request names event 0, and its plan no ring of events"):
+            child.call("forge", 1)
+        child.call("prepare", "on_cpu", {"INPUT0": "h"}, {"OUTPUT0": "h"}, [1, 4])
+        with pytest.raises(InferError, match=r"after\(\) is for plans on GPU memory"):
+            child.call("refused", 0, "event")
 
 
-def test_without_it_stale_data_is_read(pair: tuple[Child, Child]) -> None:
-    """So the test above would see it if the wait did nothing."""
-    application, worker = pair
-    index = application.call("write_late", 0, 1000.0)
-    assert worker.call("read_after", 1, None) < 1000
-    application.call("open_gate")
-    assert worker.call("read_after", 1, index) == 1000
-    application.call("give", index)
-
-
-def test_an_event_is_not_recorded_again_before_its_request_has_ended(pair: tuple[Child, Child]) -> None:
-    application, _ = pair
-    taken = [application.call("record") for _ in range(EVENTS)]
-    assert sorted(taken) == list(range(EVENTS))
-    with pytest.raises(InferError, match=f"all {EVENTS} events are in requests that have not ended"):
-        application.call("record")
-    application.call("give", taken[2])
-    assert application.call("record") == taken[2]
-    for index in taken:
-        application.call("give", index)
-
-
-@pytest.mark.parametrize("index", [-1, EVENTS, 1 << 40])
-def test_an_index_outside_the_ring_is_refused(pair: tuple[Child, Child], index: int) -> None:
-    with pytest.raises(InferError, match=f"there is no event {index} in a ring of {EVENTS}"):
-        pair[1].call("read_after", 1, index)
-
-
-@pytest.mark.parametrize("handles", [b"", b"x", bytes(65), bytes(64 * 1025)], ids=len)
-def test_a_ring_of_another_length_is_refused(handles: bytes) -> None:
-    with pytest.raises(InferError, match=f"{len(handles)} bytes came"):
-        OpenedRing(handles)  # no driver is asked
-
-
-def test_handles_of_no_event_are_refused(cuda_env: CudaEnv) -> None:
-    with (
-        Child(cuda_env, "tests.fakes.cuda_roles:Worker") as worker,
-        pytest.raises(InferError, match="cuIpcOpenEventHandle failed with CUDA_ERROR_INVALID_HANDLE"),
-    ):
-        worker.call("open_ring", bytes(128))
+@pytest.mark.parametrize(
+    ("stream", "order", "text"),
+    [("x", "event", "after= takes a stream"), (-1, "event", "got -1"), (0, "x", "order must")],
+)
+def test_what_is_no_stream_or_order_is_refused(user: Child, stream: object, order: str, text: str) -> None:
+    with pytest.raises(InferError, match=text):
+        user.call("refused", stream, order)

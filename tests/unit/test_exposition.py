@@ -79,7 +79,15 @@ def document(*models: dict[str, Any]) -> dict[str, Any]:
         "gpus": {"GPU-1": {"total_memory": 1 << 37}},
         "client_gpu_bytes": {"7": 4096},
         "gpu_memory": {
-            "gpu0/default": {"opens": 3, "closes": 1, "evictions": 0, "open_bytes": 4096, "pinned_bytes": 8192}
+            "gpu0/default": {
+                "opens": 3,
+                "closes": 1,
+                "evictions": 0,
+                "open_bytes": 4096,
+                "pinned_bytes": 8192,
+                "waits": 5,
+                "wait_ns": 250_000_000,
+            }
         },
         "cache": {
             "byte_size": 1000,
@@ -181,6 +189,8 @@ def test_our_own_series() -> None:
         "tensorbroker_gpu_memory_opens_total{worker=gpu0/default}": 3,
         "tensorbroker_gpu_memory_open_bytes{worker=gpu0/default}": 4096,
         "tensorbroker_pinned_bytes{worker=gpu0/default}": 8192,
+        "tensorbroker_gpu_producer_waits_total{worker=gpu0/default}": 5,
+        "tensorbroker_gpu_producer_wait_seconds_total{worker=gpu0/default}": 0.25,
         "tensorbroker_retried_requests_total{model=m,version=3}": 1,
     }
     assert {name: values.get(name) for name in expected} == expected

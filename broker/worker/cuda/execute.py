@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 from broker.worker.assembly import Row
+from broker.worker.cuda.events import PATIENCE_NS
 from broker.worker.cuda.gpu_runs import Batches, count_moved, run_alone, run_together
 from broker.worker.cuda.mirrors import Mirrors
 from broker.worker.cuda.streams import Lane, end_if_lost
@@ -26,6 +27,7 @@ from broker.worker.running import fail
 from shm import datatypes
 from shm.admission import Request
 from shm.cuda.driver import CudaError, devices
+from shm.errors import Code, InferError
 
 OnHost = Callable[[Instance, list[Request], Sequence[Row]], None]
 _now = time.monotonic_ns
@@ -43,8 +45,9 @@ class CudaRunner:
 
     def run(self, instance: Instance, requests: list[Request], rows: Sequence[Row], on_host: OnHost) -> None:
         """Run them: every request gets its ending. `on_host` runs a batch whose memory is the host's."""
-        now = _now()
-        usable = [request for request in requests if self._begin(instance, request)]
+        patience = _now() + PATIENCE_NS
+        usable = [request for request in requests if self._begin(instance, request, patience)]
+        now = _now()  # waiting for a producer is no work of the model's
         try:
             if not usable:
                 return
@@ -71,18 +74,20 @@ class CudaRunner:
         for key in [key for key in self._lanes if key[0] == instance.number]:
             self._lanes.pop(key).close()
 
-    def _begin(self, instance: Instance, request: Request) -> bool:
-        """The request holds its regions. False: it has failed."""
+    def _begin(self, instance: Instance, request: Request, patience: int) -> bool:
+        """The request holds its regions, and what its client has enqueued for it is done. False: it has failed."""
         began = _now()
         held = []
         try:
             for window in _plan(request).windows:
                 window.begin()
                 held.append(window)
+            if request.wait_event:
+                _await_producer(request, patience)
         except Exception as error:
             for window in held:
                 window.finish()
-            fail(instance, request, error, began)
+            self._fail(instance, request, error, began)
             return False
         return True
 
@@ -147,6 +152,15 @@ class CudaRunner:
         if isinstance(error, CudaError):
             end_if_lost(error, f"model '{instance.model.name}'")
         fail(instance, request, error, began)
+
+
+def _await_producer(request: Request, patience: int) -> None:
+    ring = _plan(request).events
+    if ring is None or ring.events is None:
+        raise InferError(
+            Code.INVALID_ARG, f"the request names event {request.wait_event - 1}, and its plan no ring of events"
+        )
+    ring.events.wait(request.wait_event, patience, request.deadline)
 
 
 def _plan(request: Request) -> Plan:

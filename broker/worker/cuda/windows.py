@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import final
 
+from broker.worker.cuda.events import Events
 from broker.worker.cuda.mirrors import Mirror, Mirrors
 from broker.worker.cuda.regions import CudaRegion, CudaRegions
 from broker.worker.cuda.streams import end_if_lost
@@ -112,6 +113,16 @@ class Windows:
         finally:
             self.count()
         return Window(self, table, region, ordinal)
+
+    def open_events(self, info: AddRegion) -> Events:
+        """Open a client's ring of events. Raises InferError INVALID_ARG for what is none of this GPU."""
+        assert info.events is not None
+        uuid = info.events.device
+        if self._device not in ("", uuid):
+            raise InferError(
+                Code.INVALID_ARG, f"failed to register '{info.name}': its events are of {uuid}, not {self._device}"
+            )
+        return Events(info.name, info.events, self._ordinal_of(uuid), self._words)
 
     def count(self) -> None:
         """Write into the worker's words what it has opened and closed."""

@@ -1,0 +1,265 @@
+"""The order between an application's work on a GPU and a model that reads there what that work writes.
+
+    plan.infer()                               everything enqueued on the plan's GPUs is waited for first: always right
+    plan.after(stream).infer()                 an event is recorded on the stream, for which the worker waits
+    plan.after(stream, "synchronize").infer()  the stream is waited for first
+    plan.after(None).infer()                   nothing is waited for: the caller knows that all is done
+
+The same goes for work that still reads an output's place: it has to be done before a model writes there again. `After`
+says it to the plan by a context variable for the time of a call, so plans without GPU memory never ask.
+
+    Native.orders ── Ring, one per GPU: a region of kind "events", registered with the first request that needs it
+
+Used by both kinds of client and their plans. An index is recorded anew only when the channel has seen the end of the
+request that it went with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar, Token
+from typing import Final, Literal, NamedTuple, final
+
+from clientlib.arguments import shown
+from clientlib.cuda_region import CudaRegion
+from clientlib.recipe import Recipe
+from clientlib.region import TensorRef
+from clientlib.session import Call, Procedure
+from shm import messages
+from shm.cuda import sync
+from shm.cuda.descriptor import CudaEvents
+from shm.cuda.driver import Context, find_device
+from shm.errors import Code, InferError
+
+Order = Literal["event", "synchronize"]
+EVENTS: Final = 64  # of a ring; when all are in requests that have not ended, the stream is waited for instead
+
+
+def gpus_of(recipe: Recipe) -> tuple[str, ...]:
+    """UUIDs of the GPUs that have tensors of it."""
+    placed = recipe.outputs.values() if isinstance(recipe.outputs, Mapping) else ()
+    regions = {ref.region for ref in (*recipe.inputs.values(), *placed) if isinstance(ref, TensorRef)}
+    return tuple(sorted({region.device for region in regions if isinstance(region, CudaRegion)}))
+
+
+def stream_address(stream: object) -> int:
+    """Of a stream as libraries have them: `cuda_stream` (torch), `ptr` (cupy), `handle` (numba, cuda.core).
+
+    Or the address itself; 0, 1 and 2 are the default streams. Raises InferError INVALID_ARG for anything else.
+    """
+    protocol = getattr(stream, "__cuda_stream__", None)  # NVIDIA's own: (version, address)
+    try:
+        if callable(protocol):
+            return operator.index(protocol()[1])
+        for name in ("cuda_stream", "ptr", "handle"):
+            if (found := getattr(stream, name, None)) is not None:
+                return int(getattr(found, "value", found))  # numba has a ctypes pointer
+        address = operator.index(stream)  # type: ignore[arg-type]
+        if address >= 0:
+            return address
+    except (TypeError, ValueError, IndexError):
+        pass
+    raise InferError(
+        Code.INVALID_ARG,
+        f"after= takes a stream of torch, cupy, numba or cuda.core, its address, or None for nothing to wait for; got "
+        f"{shown(stream)}",
+    )
+
+
+# --- what one call says --------------------------------------------------------------------------------------------
+
+
+@final
+class After:
+    """What a call's request comes after: `stream` by its address, None: nothing. Of one call of one plan.
+
+    `index`: the event that was recorded for it and is in no request yet, and its ring.
+    """
+
+    __slots__ = ("_token", "index", "order", "plan", "ring", "stream")
+
+    def __init__(self, plan: object, stream: int | None, order: Order) -> None:
+        self.plan, self.stream, self.order = plan, stream, order
+        self.ring: Ring | None = None
+        self.index = -1
+        self._token: Token[After | None] | None = None
+
+    def __enter__(self) -> After:
+        self._token = _after.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._token is not None
+        _after.reset(self._token)
+        self.take_back()
+
+    def sent(self, lasts: Callable[[], bool]) -> None:
+        """The event went with a request, which `lasts`."""
+        assert self.ring is not None
+        self.ring.sent(self.index, lasts)
+        self.ring, self.index = None, -1
+
+    def take_back(self) -> None:
+        """The event is in no request, and none will have it."""
+        if self.ring is not None:
+            self.ring.events.give(self.index)
+            self.ring, self.index = None, -1
+
+
+_after: ContextVar[After | None] = ContextVar("after", default=None)
+
+
+def said_of(plan: object) -> After | None:
+    """What the call that is under way says of `plan`; None: nothing."""
+    said = _after.get()
+    return said if said is not None and said.plan is plan else None
+
+
+def sent(lasts: Callable[[], bool]) -> None:
+    """The event of the call that is under way went with a request, which `lasts` until its end was seen."""
+    said = _after.get()
+    assert said is not None
+    said.sent(lasts)
+
+
+# --- waiting here ----------------------------------------------------------------------------------------------------
+
+
+class Wait(NamedTuple):
+    """What has to be waited for before a request is sent: a stream; None: everything on `gpus`."""
+
+    gpus: tuple[str, ...]
+    stream: int | None
+
+    def is_over(self) -> bool:
+        """Without waiting; of everything nobody can tell."""
+        with Context(ordinal_of(self.gpus[0])):
+            return self.stream is not None and sync.is_done(self.stream)
+
+    def now(self) -> None:
+        """Raises CudaError for what went wrong on the GPU meanwhile."""
+        for gpu in self.gpus:
+            with Context(ordinal_of(gpu)):
+                sync.synchronize(self.stream)
+
+
+def ring_for(said: After | None, gpus: tuple[str, ...], orders: Orders) -> Ring | None:
+    """Has an event for a request of a plan on `gpus`, if one is wanted and can be."""
+    if said is None or said.stream is None or said.order != "event" or len(gpus) > 1:
+        return None  # of several GPUs, nobody knows which one the stream is of
+    return orders.ring(gpus[0])
+
+
+def record(said: After | None, ring: Ring | None) -> int:
+    """An event on the stream, as a submission names it; 0: none was wanted, or none is free."""
+    if said is None or said.stream is None or ring is None:
+        return 0
+    said.take_back()  # of a first try
+    index = ring.record(said.stream)
+    if index is None:
+        return 0
+    said.ring, said.index = ring, index
+    return index + 1
+
+
+def waits_for(said: After | None, gpus: tuple[str, ...]) -> Wait | None:
+    """What a request of a plan on `gpus` that has no event waits for here; None: nothing."""
+    if said is None or (said.stream is not None and len(gpus) > 1):
+        return Wait(gpus, None)
+    return None if said.stream is None else Wait(gpus, said.stream)
+
+
+_ordinals: dict[str, int] = {}  # a process's never change
+
+
+def ordinal_of(gpu: str) -> int:
+    """Which one it is in this process."""
+    if gpu not in _ordinals:
+        _ordinals[gpu] = find_device(gpu, "a plan on GPU memory").ordinal
+    return _ordinals[gpu]
+
+
+# --- events --------------------------------------------------------------------------------------------------------
+
+
+@final
+class Ring:
+    """Events of this process on one GPU, and which requests have them. Registered like a region, under `name`."""
+
+    __slots__ = ("_lock", "_sent", "device", "events", "name", "registered")
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.name = f"clientlib.events.{os.urandom(4).hex()}"
+        self.registered = False
+        with Context(ordinal_of(device)):
+            self.events = sync.EventRing.create(EVENTS)
+        self._sent: deque[tuple[int, Callable[[], bool]]] = deque()
+        self._lock = threading.Lock()
+
+    def registration(self) -> Call:
+        """How it is registered."""
+        return Call(
+            messages.RegisterEvents(name=self.name, events=CudaEvents(device=self.device, handles=self.events.handles))
+        )
+
+    def record(self, stream: int) -> int | None:
+        """A free event, recorded on `stream`; None: there is none."""
+        with self._lock:
+            for _ in range(len(self._sent)):
+                index, lasts = self._sent.popleft()
+                if lasts():
+                    self._sent.append((index, lasts))
+                else:
+                    self.events.give(index)
+        with Context(ordinal_of(self.device)):
+            return self.events.record(stream)
+
+    def sent(self, index: int, lasts: Callable[[], bool]) -> None:
+        """Event `index` is a request's for as long as that `lasts`."""
+        with self._lock:
+            self._sent.append((index, lasts))
+
+    def __del__(self) -> None:
+        if hasattr(self, "events"):
+            with contextlib.suppress(InferError), Context(ordinal_of(self.device)):  # the context may be lost
+                self.events.close()
+
+
+@final
+class Orders:
+    """The rings of one client, by GPU. None: that GPU's events cannot be shared."""
+
+    __slots__ = ("_lock", "_rings")
+
+    def __init__(self) -> None:
+        self._rings: dict[str, Ring | None] = {}
+        self._lock = threading.Lock()
+
+    def ring(self, device: str) -> Ring | None:
+        """Made with the first request that wants it."""
+        with self._lock:
+            if device not in self._rings:
+                with Context(ordinal_of(device)):
+                    shared = sync.events_between_processes(ordinal_of(device))
+                self._rings[device] = Ring(device) if shared else None
+            return self._rings[device]
+
+    def register(self, ring: Ring) -> Procedure[None]:
+        """Have the broker know it, so that plans may name it."""
+        try:
+            yield ring.registration()
+        except InferError as error:
+            if error.code != Code.ALREADY_EXISTS.name:  # by another thread, at the same time
+                raise
+        ring.registered = True
+
+    def attach(self) -> Procedure[None]:
+        """Register on a new session what plans may name."""
+        for ring in [ring for ring in self._rings.values() if ring is not None and ring.registered]:
+            yield from self.register(ring)

@@ -1,0 +1,140 @@
+"""An application whose stream is behind: what it writes is there when a gate opens. Run by `tests.fakes.cuda_children`.
+
+`Producer(url)` is a `User` (`tests.fakes.cuda_user`): the same regions and plans, and requests in an order of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import threading
+from typing import Any
+
+import numpy as np
+
+import clientlib
+from clientlib import cuda_order
+from shm.cuda import driver, sync
+from tests.fakes.cuda_user import APART, User
+
+LATER_S = 0.1  # enough for a request that does not wait to come back first
+
+
+class Producer(User):
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        with driver.Context(0):
+            self.stream = sync.Stream()
+        self.gate = threading.Event()
+        self.callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: self.gate.wait(60) and None)
+        self.at_gate = driver.bindings().CUhostFn(ctypes.cast(self.callback, ctypes.c_void_p).value)
+        self.kept: list[Any] = []
+        self.pending: list[Any] = []
+
+    def write_late(self, values: dict[str, float]) -> None:
+        """The GPU writes them when the gate opens."""
+        self.gate.clear()
+        with driver.Context(0):
+            driver.call("cuLaunchHostFunc", self.stream.handle, self.at_gate, 0)
+        self.write_next(values)
+
+    def write_next(self, values: dict[str, float]) -> None:
+        """The GPU writes them after what its stream has to do before."""
+        with driver.Context(0):
+            for name, value in values.items():
+                self.kept.append(np.full(self.dims, value, np.float32))
+                self.stream.copy(self._on_gpu(name), self.kept[-1].ctypes.data, self.kept[-1].nbytes)
+
+    def open_gate(self) -> None:
+        self.gate.set()
+
+    def open_later(self) -> None:
+        threading.Timer(LATER_S, self.gate.set).start()
+
+    def events(self, count: int) -> None:
+        """How many a ring has that is made from now on."""
+        cuda_order.EVENTS = count  # type: ignore[misc]
+
+    def _after(self, order: str) -> Any:
+        """ "" : a request that says nothing."""
+        if order == "none":
+            return self.plan.after(None)
+        return self.plan.after(self.stream, order) if order else self.plan
+
+    def submit(self, order: str, timeout: float | None = None, output_slot: int = 0) -> None:
+        self.pending.append(self._after(order).submit(timeout=timeout, output_slot=output_slot))
+
+    def done(self) -> bool:
+        return bool(self.pending[0].done())
+
+    def result(self, wanted: str, slot: int = 0) -> float:
+        """The first element that the oldest request wrote."""
+        self.pending.pop(0).result(timeout=30)
+        return self.read(wanted, slot)
+
+    def read(self, wanted: str, slot: int = 0) -> float:
+        with driver.Context(0):  # not by the default stream, which another one may hold up
+            data = np.zeros(1, np.float32)
+            copying = sync.Stream()
+            copying.copy(data.ctypes.data, self._on_gpu(wanted) + slot * 4 * self.dims[-1], 4)
+            copying.synchronize()
+            copying.close()
+        return float(data[0])
+
+    def run(self, order: str, wanted: str) -> float:
+        """One request, waited for."""
+        self._after(order).infer(timeout=30)
+        return self.read(wanted)
+
+    def run_many(self, count: int) -> list[float]:
+        """Requests one after the other, each after a write of its number."""
+        found = []
+        for number in range(count):
+            self.write_next({"INPUT0": number})
+            found.append(self.run("event", "OUTPUT0"))
+        return found
+
+    def run_async(self, url: str, order: str) -> float:
+        """The same as `run`, by a client for event loops, on memory of its own."""
+
+        async def go() -> float:
+            client = await clientlib.connect_async(url)
+            region = await client.alloc_cuda("r", 4 * APART)
+            names = ("INPUT0", "INPUT1", "OUTPUT0")
+            tensors = {name: region.tensor((1, 4), "FP32", offset=at * APART) for at, name in enumerate(names)}
+            plan = await client.prepare("add", {name: tensors.pop(name) for name in names[:2]}, tensors)
+            self.regions["async"] = region
+            self.dims = (1, 4)
+            self.places = {name: ("async", at * APART) for at, name in enumerate(names)}
+            with driver.Context(0):
+                driver.call("cuMemsetD8Async", region.pointer, 0, 3 * APART, self.stream.handle)
+                self.stream.synchronize()
+            self.write_late({"INPUT0": 20, "INPUT1": 3})
+            self.open_later()
+            said: Any = plan.after(self.stream, order) if order else plan
+            await said.infer(timeout=30)
+            found = self.read("OUTPUT0")
+            await client.close()
+            return found
+
+        return asyncio.run(go())
+
+    def forge(self, number: int) -> str:
+        """How a request ends that names event `number` (from 1) of its plan's ring."""
+        bound = self.plan._bind_any(0, (0, False, False))
+        pending = clientlib.pending.Pending(self.plan, bound.lane, bound.layout, 0, 0, 0, 0)
+        assert bound.channel.submit(pending, bound.word, 0, 0, 0, 0, wait_event=number)
+        pending.result(timeout=30)
+        return "ran"
+
+    def refused(self, stream: Any, order: str) -> None:
+        self.plan.after(stream, order)
+
+    def name_ring(self, name: str) -> None:
+        """Prepare the plan anew, with events that lie in region `name`."""
+        self.plan.recipe.events = name
+        self.client._run(lambda link: self.client.native.prepare(link, self.plan))
+
+    def rings(self) -> list[str]:
+        """Names of the rings that the broker knows of this session."""
+        return [region.name for region in self.client.regions() if region.kind == "events"]

@@ -1,0 +1,70 @@
+"""What names a stream, and which events a ring may have: no driver is asked."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from broker.cuda_regions import ring_of
+from clientlib.cuda_order import stream_address
+from shm.cuda.descriptor import MAX_EVENTS, CudaEvents
+from shm.errors import InferError
+
+GPU, OTHER = (f"GPU-00000000-0000-0000-0000-00000000000{number}" for number in (1, 2))
+
+
+class Protocol:
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, 77
+
+
+@pytest.mark.parametrize(
+    ("stream", "address"),
+    [
+        (0, 0),
+        (2, 2),
+        (SimpleNamespace(cuda_stream=11), 11),  # torch
+        (SimpleNamespace(ptr=12), 12),  # cupy
+        (SimpleNamespace(handle=ctypes.c_void_p(13)), 13),  # numba
+        (SimpleNamespace(handle=14), 14),
+        (Protocol(), 77),
+    ],
+)
+def test_streams_of_libraries_are_known(stream: object, address: int) -> None:
+    assert stream_address(stream) == address
+
+
+@pytest.mark.parametrize("stream", ["0", 1.5, -1, object(), SimpleNamespace(ptr="x"), SimpleNamespace(handle=None)])
+def test_anything_else_is_refused(stream: object) -> None:
+    with pytest.raises(InferError, match=r"\[INVALID_ARG\] after= takes a stream"):
+        stream_address(stream)
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 65, 64 * (MAX_EVENTS + 1)])
+def test_a_ring_has_whole_handles_and_fits_a_message(size: int) -> None:
+    CudaEvents(device=GPU, handles=bytes(64 * MAX_EVENTS)).check("e")
+    with pytest.raises(InferError, match=f"a ring is 1 to {MAX_EVENTS} handles .* {size} bytes came"):
+        CudaEvents(device=GPU, handles=bytes(size)).check("e")
+
+
+def test_handles_are_not_shown() -> None:
+    shown = repr(CudaEvents(device=GPU, handles=b"secret!!" * 16))
+    assert shown == f"<2 CUDA events on {GPU}>"
+
+
+def entry(**fields: object) -> Any:
+    return SimpleNamespace(**{"name": "e", "kind": "events", "events": None, "cuda": None, **fields})
+
+
+def test_the_events_of_a_plan_are_of_the_one_gpu_that_has_its_memory() -> None:
+    ring = entry(events=SimpleNamespace(device=GPU))
+    here, there, host = (entry(cuda=SimpleNamespace(device=GPU)), entry(cuda=SimpleNamespace(device=OTHER)), entry())
+    assert ring_of(ring, [here, host]) is ring
+    for regions, where in (([there], OTHER), ([here, there], f"{GPU}, {OTHER}"), ([host], "on no GPU")):
+        with pytest.raises(InferError, match=f"the events of 'e' are of {GPU}, the plan's memory is .*{where}"):
+            ring_of(ring, regions)
+    with pytest.raises(InferError, match="'p' is a pool region, no ring of events"):
+        ring_of(entry(name="p", kind="pool"), [here])
