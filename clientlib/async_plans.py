@@ -38,6 +38,7 @@ from clientlib.submission import (
     remaining_s,
 )
 from shm.errors import Code, InferError
+from shm.layout import SEQUENCE_AGAIN
 
 if TYPE_CHECKING:
     from clientlib.async_client import AsyncClient
@@ -88,16 +89,18 @@ class AsyncPlan(StaysHere):
         """Run the model. Raises InferError; UNAVAILABLE when the deadline passes, even if the model runs on."""
         deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
         options = (rows, priority, sequence_id, sequence_start, sequence_end)
+        ran = False
         try:
             return await (await self._start(deadline_ns, input_slot, output_slot, options)).finish()
         except RoomNeeded as needed:
             await self._client.grow(self, needed, deadline_ns)
+            ran = True
         except NotServed:
             pass  # by that worker, which is not asked again
         except NOT_CARRIED:
             check_all(input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end)
             raise
-        return await (await self._start(deadline_ns, input_slot, output_slot, options)).finish()
+        return await (await self._start(deadline_ns, input_slot, output_slot, options, ran=ran)).finish()
 
     async def submit(
         self,
@@ -133,13 +136,15 @@ class AsyncPlan(StaysHere):
         a deadline, what the model's queue makes of Triton's `timeout`.
         """
         options = (0, priority, *sequence, queue_timeout_ns)
+        ran = False
         try:
             return await (await self._start(deadline_ns, 0, None, options, values)).finish()
         except RoomNeeded as needed:
             await self._client.grow(self, needed, deadline_ns)
+            ran = True
         except NotServed:
             pass
-        return await (await self._start(deadline_ns, 0, None, options, values)).finish()
+        return await (await self._start(deadline_ns, 0, None, options, values, ran)).finish()
 
     def stream(
         self,
@@ -247,11 +252,12 @@ class AsyncPlan(StaysHere):
         input_slot: int,
         options: AnyOptions,
         values: Sequence[npt.NDArray[Any]] = (),
+        ran: bool = False,
     ) -> AsyncSource:
-        """Send the request of a stream. `values`: as for `infer_arrays`."""
+        """Send the request of a stream. `values`: as for `infer_arrays`. `ran`: as for `Plan`."""
         bound = self._bound or self._streaming or await self._bind_any(deadline_ns, options)
         if not bound.layout.responses:
-            return AsyncSingle(await self._start(deadline_ns, input_slot, None, options, values))
+            return AsyncSingle(await self._start(deadline_ns, input_slot, None, options, values, ran))
         if self.gpus:
             await asyncio.to_thread(cuda_order.Wait(self.gpus, None).now)
         if (needed := bound.layout.outgrown) is not None:
@@ -283,7 +289,7 @@ class AsyncPlan(StaysHere):
             await self._client.grow(self, error, deadline_ns)
         elif not isinstance(error, NotServed):
             return None
-        return await self.source(deadline_ns, input_slot, options, values)
+        return await self.source(deadline_ns, input_slot, options, values, isinstance(error, RoomNeeded))
 
     async def _bind(self, deadline_ns: int, options: AnyOptions) -> tuple[Bound[AsyncLane], int]:
         """For requests that have one response. With the event that the request comes after, from 1; 0: none."""
@@ -338,9 +344,12 @@ class AsyncPlan(StaysHere):
         output_slot: int | None,
         options: AnyOptions,
         values: Sequence[npt.NDArray[Any]] = (),
+        ran: bool = False,
     ) -> AsyncPending:
         bound, event = (self._bound, 0) if self._bound is not None else await self._bind(deadline_ns, options)
         flags = check_options(*options) if any(options) else 0
+        if ran and options[2]:
+            flags |= SEQUENCE_AGAIN
         lease = None
         if bound.layout.bank is not None:
             lease = bound.layout.bank.take() or await take_place(bound.layout.bank, deadline_ns)

@@ -31,6 +31,7 @@ from clientlib.streams import Single, Source, Stream, only_streams, start
 from clientlib.submission import NOT_CARRIED, Options, Route, check_all, check_options, deadline_ns_of
 from clientlib.waiting import LONGEST_WAIT_S
 from shm.errors import Code, InferError
+from shm.layout import SEQUENCE_AGAIN
 
 if TYPE_CHECKING:
     from clientlib.client import Client
@@ -73,6 +74,7 @@ class Plan(StaysHere):
     ) -> InferResult:
         """Run the model and wait. Raises InferError; UNAVAILABLE at the deadline, even if the model runs on."""
         deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
+        ran = False
         try:
             pending = self._start(
                 deadline_ns, input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end
@@ -80,13 +82,14 @@ class Plan(StaysHere):
             return self._finish(pending)
         except RoomNeeded as needed:
             self._client.grow(self, needed, deadline_ns)
+            ran = True
         except NotServed:
             pass  # by that worker, which is not asked again
         except NOT_CARRIED:
             check_all(input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end)
             raise
         pending = self._start(
-            deadline_ns, input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end
+            deadline_ns, input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end, ran=ran
         )
         return self._finish(pending)
 
@@ -150,14 +153,19 @@ class Plan(StaysHere):
         return OrderedPlan(self, stream, order)
 
     def source(
-        self, deadline_ns: int, input_slot: int, options: Options, values: Sequence[npt.NDArray[Any]] = ()
+        self,
+        deadline_ns: int,
+        input_slot: int,
+        options: Options,
+        values: Sequence[npt.NDArray[Any]] = (),
+        ran: bool = False,
     ) -> Source:
-        """Send the request of a stream. `values`: as for `infer_arrays`."""
+        """Send the request of a stream. `values`: as for `infer_arrays`. `ran`: as for `_start`."""
         local = self._local
         bound = getattr(local, "bound", None) or getattr(local, "streaming", None)
         bound = bound or self._bind_any(deadline_ns, options[2:])
         if not bound.layout.responses:
-            return Single(self._start(deadline_ns, input_slot, None, *options, values))
+            return Single(self._start(deadline_ns, input_slot, None, *options, values, ran))
         if self.gpus:
             cuda_order.Wait(self.gpus, None).now()
         if (needed := bound.layout.outgrown) is not None:
@@ -180,7 +188,7 @@ class Plan(StaysHere):
             self._client.grow(self, error, deadline_ns)
         elif not isinstance(error, NotServed):
             return None
-        return self.source(deadline_ns, input_slot, options, values)
+        return self.source(deadline_ns, input_slot, options, values, isinstance(error, RoomNeeded))
 
     def infer_arrays(self, values: Sequence[npt.NDArray[Any]], deadline_ns: int, priority: int) -> InferResult:
         """Copy `values` into a place of the client's own and run. For plans that `Client.infer` makes."""
@@ -283,7 +291,9 @@ class Plan(StaysHere):
         sequence_start: bool,
         sequence_end: bool,
         values: Sequence[npt.NDArray[Any]] = (),
+        ran: bool = False,
     ) -> Pending:
+        """`ran`: it did, and there was too little room for its result. A sequence must not take that step twice."""
         event = 0
         try:
             bound = self._local.bound
@@ -292,6 +302,8 @@ class Plan(StaysHere):
         flags = 0
         if rows or priority or sequence_id or sequence_start or sequence_end:
             flags = check_options(rows, priority, sequence_id, sequence_start, sequence_end)
+            if ran and sequence_id:
+                flags |= SEQUENCE_AGAIN
         lease = None
         if bound.layout.bank is not None:
             bank = bound.layout.bank

@@ -121,7 +121,7 @@ class Request:
 
     @property
     def flags(self) -> int:
-        """SEQUENCE_START, SEQUENCE_END, QUEUE_TIMEOUT."""
+        """SEQUENCE_START, SEQUENCE_END, SEQUENCE_AGAIN, QUEUE_TIMEOUT."""
         return self.entry[8]
 
     @property

@@ -44,6 +44,7 @@ CANCEL = 1 << 32  # in a RING word: look at the slot's cancel word
 # rows (0 = as prepared) · sequence id · flags · priority · wait event + 1 · done event + 1 · cancel = position
 SUBMISSION = struct.Struct("@QQQQHHIQHHHHQ")
 SEQUENCE_START, SEQUENCE_END = 1, 2  # flags
+SEQUENCE_AGAIN = 8  # a flag: the step has run, its result did not fit; there is more room for it now
 QUEUE_TIMEOUT = 4  # a flag: the deadline is Triton's `timeout`, which counts where the model's queue lets it
 
 # completion number + 1 · ident = position << 16 | slot · code | FINAL | NOTED | GIVEN

@@ -19,7 +19,7 @@ from broker.worker.running import check_sizes
 from shm import datatypes
 from shm.admission import Request, Verdict
 from shm.errors import Code, InferError, is_too_small
-from shm.layout import CODE_MASK
+from shm.layout import CODE_MASK, SEQUENCE_AGAIN
 from shm.recovery import TWICE
 
 if TYPE_CHECKING:
@@ -208,6 +208,9 @@ class RemoteStep:
             return False
         if bound is None:
             return False
+        if self.step.sequence_id:  # which must not take the step twice
+            entry = self.step.entry
+            self.step.entry = (*entry[:8], entry[8] | SEQUENCE_AGAIN, *entry[9:])
         self._run.send(self.step, bound)
         self._run.look()
         return True

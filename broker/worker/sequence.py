@@ -21,7 +21,7 @@ class Sequence:
     model wants to run the request that runs once more (`iterative_sequence`); `run_flags`: then, those of this run.
     """
 
-    __slots__ = ("again", "flags", "id", "run_flags", "started", "states", "text")
+    __slots__ = ("again", "flags", "id", "kept", "run_flags", "started", "states", "text")
 
     def __init__(self, number: int, text: str = "") -> None:
         self.id = number
@@ -31,6 +31,7 @@ class Sequence:
         self.run_flags: int | None = None
         self.flags = 0
         self.states: dict[str, object] = {}
+        self.kept: object = None  # what the last step's answer had no room for (`broker.worker.undelivered`)
 
 
 @final

@@ -15,10 +15,11 @@ from broker.repository.scheduling import SequenceBatching
 from broker.worker import sequence_endings as endings
 from broker.worker.queues import Row
 from broker.worker.sequence import Key, Line, Sequence
+from broker.worker.undelivered import HAND_OVER, Kept, Undelivered, lost
 from shm import statistics
 from shm.admission import Request, Verdict
 from shm.errors import Code
-from shm.layout import SEQUENCE_END, SEQUENCE_START
+from shm.layout import SEQUENCE_AGAIN, SEQUENCE_END, SEQUENCE_START
 
 CANCELLED: Final[Verdict] = (Code.CANCELLED, "a step of its sequence was cancelled")
 EXPIRED: Final[Verdict] = (Code.UNAVAILABLE, "timeout of the corresponding sequence has been expired")
@@ -53,6 +54,7 @@ class Sequences:
         self._quiet: OrderedDict[Line, None] = OrderedDict()  # those that can time out, the longest idle first
         self._dropped: dict[Request, Verdict] = {}  # they leave by `late`
         self._again: set[Request] = set()  # those that wait to run once more: they have begun, and leave by `done` only
+        self._undelivered = Undelivered()
         self.endings = endings.Endings(instances)
         self._waiting = 0
         self._until = 0  # draining: when it is over
@@ -65,8 +67,12 @@ class Sequences:
         return self._waiting + len(self._dropped) + len(self.endings)  # until the model knows of them, too
 
     def add(self, request: Request, now: int, free: int = 0) -> Verdict | None:
-        """Take the request into its sequence's line; a verdict in Triton's words when it breaks a rule."""
-        refusal = self._refusal(request)
+        """Take the request into its sequence's line; a verdict in Triton's words when it breaks a rule.
+
+        HAND_OVER for a step that has run: `request.sequence` is its result then.
+        """
+        refusal = self._asked_again(request) if self._undelivered or request.flags & SEQUENCE_AGAIN else None
+        refusal = refusal or self._refusal(request)
         if refusal is not None:
             return refusal
         number, key = request.sequence_id, _key(request)
@@ -110,6 +116,15 @@ class Sequences:
         self._look()
         return None
 
+    def _asked_again(self, request: Request) -> Verdict | None:
+        kept = self._undelivered.take(_key(request))
+        if not request.flags & SEQUENCE_AGAIN:
+            return None  # something newer came
+        if kept is not None:
+            request.sequence = kept
+            return HAND_OVER
+        return None if request.flags & SEQUENCE_START else lost(self._name, request.sequence_id)
+
     def _refusal(self, request: Request) -> Verdict | None:
         to_model = f"to model '{self._name}' must specify"
         if request.rows > 1:
@@ -135,7 +150,9 @@ class Sequences:
 
     def continues(self, request: Request) -> bool:
         """Is it a further step of a sequence that runs here, while this is draining?"""
-        return request.arrival < self._until and not request.flags & SEQUENCE_START and _key(request) in self._live
+        if request.flags & SEQUENCE_START or isinstance(request.sequence, Kept):
+            return False
+        return request.arrival < self._until and _key(request) in self._live
 
     def goes_on(self, now: int) -> bool:
         """May sequences continue here although this is draining?"""
@@ -177,6 +194,10 @@ class Sequences:
                 self._waiting += 1
                 again += 1
                 continue
+            if isinstance(record, Sequence) and isinstance(record.kept, Kept):
+                if not line.queue:  # else those behind it may run before it could be asked for
+                    self._undelivered.keep(line.key, record.kept)
+                record.kept = None
             del self._lines[row]
             line.last = max(line.last, _ended(row))
             self._settle(line)

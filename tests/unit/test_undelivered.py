@@ -1,0 +1,98 @@
+"""Results of sequences' steps that had too little room: kept for whoever asks again, and for nobody else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from broker.worker import undelivered
+from broker.worker.sequence import Sequence
+from broker.worker.sequences import Sequences
+from broker.worker.undelivered import HAND_OVER, Kept, Undelivered
+from shm.errors import Code
+from shm.layout import SEQUENCE_AGAIN, SEQUENCE_END, SEQUENCE_START
+from tests.unit.test_sequence_endings import NATIVE, OTHER, request, sequences
+
+START, END, AGAIN = SEQUENCE_START, SEQUENCE_END, SEQUENCE_AGAIN
+KEY = (NATIVE, 5)
+
+
+def kept(size: int = 1) -> Kept:
+    return Kept(Sequence(5), {"y": np.zeros(size, np.uint8)}, {}, b"")
+
+
+def lacks_room(queue: Sequences, flags: int, *behind: int) -> Kept:
+    """A step runs, and its result does not fit. Steps with the flags `behind` were sent before that was known."""
+    step = request(5, flags)
+    assert queue.add(step, 1) is None
+    rows = queue.take(1)
+    for more in behind:
+        assert queue.add(request(5, more), 1) is None
+    result = step.sequence.kept = kept()
+    queue.done(0, rows)
+    assert step.sequence.kept is None
+    return result
+
+
+@pytest.mark.parametrize("flags", [START, START | END, 0, END])
+@pytest.mark.parametrize("oldest", [False, True])
+def test_a_step_is_asked_for_again_and_not_run_again(flags, oldest):
+    queue = sequences(oldest)
+    if not flags & START:
+        queue.add(request(5, START), 1)
+        queue.done(0, queue.take(1))
+    result = lacks_room(queue, flags)
+    again = request(5, flags | AGAIN)
+    assert queue.add(again, 2) is HAND_OVER
+    assert again.sequence is result
+    assert not queue.continues(again)
+    assert queue.take(2) == ()[:0] or queue.take(2) == []
+    once_more = request(5, flags | AGAIN)
+    if flags & START:
+        assert queue.add(once_more, 2) is None, "a START may begin anew"
+    else:
+        code, text = queue.add(once_more, 2)
+        assert (code, "not kept any more: begin the sequence again" in text) == (Code.UNAVAILABLE, True)
+
+
+def test_the_step_after_it_runs_as_ever():
+    queue = sequences()
+    lacks_room(queue, START)
+    assert queue.add(request(5), 2) is None
+    assert len(queue.take(2)) == 1
+    assert not queue._undelivered
+    assert queue.add(request(5, AGAIN), 2)[0] == Code.UNAVAILABLE, "too late"
+
+
+def test_other_sequences_change_nothing():
+    queue = sequences()
+    result = lacks_room(queue, START)
+    queue.add(request(6, START), 2)
+    queue.add(request(5, START, owner=OTHER), 2)
+    again = request(5, START | AGAIN)
+    assert queue.add(again, 2) is HAND_OVER
+    assert again.sequence is result
+
+
+def test_a_result_is_not_kept_where_later_steps_wait():
+    """They may change what the sequence's states are before it is asked for."""
+    queue = sequences()
+    lacks_room(queue, START, 0)
+    assert not queue._undelivered
+    assert queue.add(request(5, AGAIN), 2)[0] == Code.UNAVAILABLE
+
+
+def test_what_is_kept_is_bounded(monkeypatch):
+    monkeypatch.setattr(undelivered, "MAX_KEPT", 3)
+    monkeypatch.setattr(undelivered, "MAX_BYTES", 100)
+    table = Undelivered()
+    for number in range(5):
+        table.keep((NATIVE, number), kept())
+    assert [table.take((NATIVE, number)) is not None for number in range(5)] == [False, False, True, True, True]
+    for number, size in enumerate((60, 60, 101, 40)):
+        table.keep((NATIVE, number), kept(size))
+    assert [table.take((NATIVE, number)) is not None for number in range(4)] == [False, True, False, True]
+    assert (len(table), table._bytes) == (0, 0)
+    table.keep(KEY, kept(60))
+    table.keep(KEY, second := kept(70))
+    assert table.take(KEY) is second
