@@ -310,6 +310,11 @@ class ClientChannel:
         elif events[0][1] & (select.POLLHUP | select.POLLERR | select.POLLNVAL):
             self.gone = True
 
+    @property
+    def unread(self) -> bool:
+        """Is there something to reap?"""
+        return self._words[CTAIL] != self._consumed
+
     def rest(self) -> bool:
         """Ask to be rung (asyncio, before it goes quiet). True: completions are there already."""
         self._sleeps += 1

@@ -17,12 +17,15 @@ from shm.client_channel import ClientChannel, Settles
 from shm.costs import cost_ns
 from shm.errors import Code, InferError
 
+FEW = 8  # steps under way that the thread that leads the worker's loop looks at; more are left to the session's thread
+
 
 class Sends(Settles, Protocol):
-    """A step on its way. `ident`: in the channel, 0 before it is there."""
+    """A step on its way. `ident`: in the channel, 0 before it is there. `light`: its end takes little to go on from."""
 
     step: Request
     ident: int
+    light: bool
 
     def word(self) -> int:
         """Its plan's, 0 while that is being prepared. Raises InferError if it cannot be had."""
@@ -147,7 +150,6 @@ class Lane:
 
     def opened(self, channel: ClientChannel) -> None:
         """It can go."""
-        channel.role.acquire()  # nobody else reaps
         with self._lock:
             self._channel, self._opening = channel, False
 
@@ -171,16 +173,56 @@ class Lane:
     def rest(self) -> bool:
         """Ask to be rung. Is there anything to look for, should nobody ring?"""
         channel = self._channel
-        if channel is not None and channel.rest():
+        if self._rings():
             self._stir()
         return bool(self._line) or (channel is not None and channel.outstanding > 0)
 
-    def look(self, now: int) -> None:
-        """Settle what has ended, and let go what can."""
+    def _rings(self) -> bool:
+        """Ask to be rung. True: there is something already."""
+        channel = self._channel
+        if channel is None:
+            return False
+        with self._lock:  # a stamp must name one sleep
+            return channel.rest()
+
+    # --- of the thread that leads the worker's loop --------------------------------------------------------------
+
+    def watch(self) -> bool:
+        """Ask not to be rung: the caller looks (`came`), until `unwatch`. False: nothing is under way there that it
+        should look at, for it has others to look at, too.
+        """
+        channel = self._channel
+        if channel is None or not 0 < channel.outstanding <= FEW:
+            return False
+        with self._lock:
+            light = all(sends.light for sends in self._sends.values())
+        if light:
+            channel.stir()
+        return light
+
+    def came(self) -> bool:
+        """Has something ended?"""
+        return self._channel is not None and self._channel.unread
+
+    def unwatch(self, now: int) -> None:
+        """The caller looks no more; what has ended meanwhile is settled."""
+        while self._rings():
+            if not self.look(now, wait=False):
+                return  # another thread is at it, and looks again before it sleeps
+
+    # --- of either ----------------------------------------------------------------------------------------------
+
+    def look(self, now: int, wait: bool = True) -> bool:
+        """Settle what has ended, and let go what can. False, unless `wait`: another thread does."""
         channel = self._channel
         if channel is not None:
-            while channel.reap():
-                pass
+            if not channel.role.acquire(blocking=wait):
+                return False
+            try:
+                while channel.reap():
+                    pass
+            finally:
+                channel.role.release()
         ends: list[tuple[Sends, Verdict]] = []
         with self._lock:
             for sends in [each for each in self._line if 0 < each.step.deadline <= now]:
@@ -199,6 +241,7 @@ class Lane:
                 self._forget(sends)
         for sends, verdict in ends:
             sends.fail(verdict)
+        return True
 
     def _end_line(self, verdict: Verdict) -> None:
         with self._lock:

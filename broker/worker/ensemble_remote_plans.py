@@ -49,6 +49,7 @@ class Bound:
         "_tried_ns",
         "_word",
         "_workers",
+        "light",
         "places",
         "plan",
     )
@@ -65,6 +66,7 @@ class Bound:
     ) -> None:
         """`message` names the first worker. `places`: of a decoupled member's responses."""
         self.plan = plan  # the same here, for which nothing runs
+        self.light = False  # are the tensors of its run small?
         self.places = places
         self._session, self._memory, self._counts = session, memory, counts
         self._lock = threading.Lock()  # of what follows

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from broker.worker.ensemble_remote import SpreadEnsemble
 
 Key = tuple[object, ...]
+LIGHT = 256 << 10  # bytes of a run's tensors: copying more takes longer than to wake somebody who does
 ROOM = 4096  # of an output elsewhere whose size is unknown; the largest so far is remembered
 
 
@@ -89,6 +90,7 @@ class SharedPrepared(Prepared):
         bound = self.bound[at] = Bound(
             ensemble.session, ensemble.memory, ensemble.plans, plan, message, member.workers, places
         )
+        bound.light = self.byte_size <= LIGHT
         return bound
 
     def dispose(self) -> None:

@@ -159,7 +159,7 @@ class SpreadRun(Run):
 class RemoteStep:
     """A step on its way through another worker's channel. Implements `broker.worker.ensemble_remote_channel.Sends`."""
 
-    __slots__ = ("_bound", "_lane", "_run", "ident", "step")
+    __slots__ = ("_bound", "_lane", "_run", "ident", "light", "step")
 
     def __init__(self, run: SpreadRun, step: Request, lane: Lane, bound: Bound) -> None:
         self._run = run
@@ -167,6 +167,7 @@ class RemoteStep:
         self._bound = bound
         self.step = step
         self.ident = 0
+        self.light = bound.light
 
     def word(self) -> int:
         """See `Sends`."""

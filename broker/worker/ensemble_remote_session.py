@@ -110,6 +110,10 @@ class StepSession:
                     lane.close(self._closed)
             return lane
 
+    def watch(self) -> list[Lane]:
+        """The lanes with steps under way, which ask not to be rung until `Lane.unwatch`: the caller looks at them."""
+        return [lane for lane in list(self._lanes.values()) if lane.watch()]
+
     def stir(self) -> None:
         """Have the thread look at everything."""
         if self._bell >= 0:

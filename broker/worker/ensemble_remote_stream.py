@@ -35,6 +35,7 @@ class RemoteStream:
     """Implements `broker.worker.ensemble_remote_channel.Sends`, and `broker.worker.ensemble_flow.Brings`."""
 
     __slots__ = ("_arrived", "_assembler", "_bound", "_branch", "_failure", "_lane", "_lock", "_ready", "ident", "step")
+    light = False
 
     def __init__(self, branch: SpreadBranch, step: Request, lane: Lane, bound: Bound) -> None:
         assert bound.places is not None

@@ -13,8 +13,8 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
-from typing import final
+from collections.abc import Callable, Sequence
+from typing import Protocol, final
 
 from broker.worker.waiting_cores import WaitingCores
 from shm import statistics
@@ -31,6 +31,19 @@ BOUND_S = 0.05  # longest sleep while requests are outstanding
 IDLE_S = 3600.0
 SETTLED = 8  # sweeps that find nothing: time for bookkeeping
 _now = time.monotonic_ns
+
+
+class Beside(Protocol):
+    """Something under way in another worker (`broker.worker.ensemble_remote_channel.Lane`)."""
+
+    def came(self) -> bool:
+        """Has it ended?"""
+
+    def look(self, now: int, wait: bool = True) -> bool:
+        """Go on with what has ended, unless another thread does; `wait`: for that one."""
+
+    def unwatch(self, now: int) -> None:
+        """Nobody looks any more: have it ring."""
 
 
 @final
@@ -50,6 +63,7 @@ class HotSet:
         self._idle_since = 0  # when there was nothing to do any more; 0: there is
         self._interval = 2 * LONG_SPIN_NS  # typical, from there to the next request
         self._cores = WaitingCores()
+        self.beside: Callable[[], Sequence[Beside]] = list  # looked at, too, while this thread spins
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # ours alone: may be read
         self._epoll.register(self._wake, select.EPOLLIN)
@@ -90,6 +104,14 @@ class HotSet:
         """
         if not self.hot or not FENCE_IS_FULL:
             return False
+        beside = self.beside()
+        try:
+            return self._spin(bookkeeping, beside)
+        finally:
+            for each in beside:
+                each.unwatch(_now())
+
+    def _spin(self, bookkeeping: Callable[[], None], beside: Sequence[Beside]) -> bool:
         began = self._idle_since = _now()
         end = began + self._patience()
         looks = [(channel.words, channel.head) for channel in self.hot if not channel.broken]
@@ -99,6 +121,11 @@ class HotSet:
             os.sched_yield()
             for words, head in looks:
                 if words[TAIL] != head:
+                    self._came()
+                    return True
+            for each in beside:
+                if each.came():
+                    each.look(_now(), wait=False)
                     self._came()
                     return True
             before, now = now, _now()

@@ -17,11 +17,12 @@ from broker.worker.endings import count_endings
 from broker.worker.ensemble_inline import lone_run
 from broker.worker.execute import run_batch
 from broker.worker.hot_set import HotSet
-from broker.worker.intake import take_in, withdraw
+from broker.worker.intake import hand_over, take_in, withdraw
 from broker.worker.model import LoadedModel
 from broker.worker.plans import Plan
 from broker.worker.scheduler import Refused, Scheduler
 from broker.worker.turn import Inline, Turn
+from broker.worker.undelivered import HAND_OVER
 from shm import statistics
 from shm.admission import Request
 from shm.errors import Code
@@ -43,7 +44,7 @@ class Loop:
     def __init__(self, own_block: memoryview, on_broken: Callable[[WorkerChannel], None], watch_fd: int) -> None:
         self.turn = Turn()
         self.scheduler = Scheduler(self.turn)
-        self._set = HotSet(own_block, on_broken, self._saw_traffic)
+        self.hot_set = HotSet(own_block, on_broken, self._saw_traffic)
         self._attached: list[WorkerChannel] = []  # with those that are not watched any more and still have requests
         self.stopping = False
         self.busy = False  # traffic lately: the control thread looks after the leader
@@ -63,12 +64,12 @@ class Loop:
         self._block[statistics.RECOVERED] += len(recovered.suspects) + len(recovered.fresh)
         self._attached = [*self._attached, channel]
         self._refuse(self.scheduler.adopt(Recovered(recovered.suspects, take_in(recovered.fresh))))
-        self._set.add(channel)
+        self.hot_set.add(channel)
 
     def detach(self, channel: WorkerChannel) -> None:
         """Stop watching, and end what is queued: it never runs."""
         channel.broken = channel.broken or "detached"
-        self._set.remove(channel)
+        self.hot_set.remove(channel)
         self.end(self.scheduler.drop(channel), Code.CANCELLED, "the session ended")
         for request in channel.live:
             if request is not None:
@@ -109,7 +110,7 @@ class Loop:
                 self.busy = True
 
     def _quiet(self, now: int) -> bool:
-        quiet = all(now - channel.last_traffic > QUIET_NS for channel in self._set.channels.values())
+        quiet = all(now - channel.last_traffic > QUIET_NS for channel in self.hot_set.channels.values())
         return quiet and not (self.scheduler.retired or self.scheduler.shrinking) and self.scheduler.idle()
 
     def ask_for_watch(self) -> None:
@@ -123,7 +124,7 @@ class Loop:
 
     def wake(self) -> None:
         """Make the leader look again."""
-        self._set.wake()
+        self.hot_set.wake()
         self._unpark()
 
     def finished(self) -> bool:
@@ -167,14 +168,14 @@ class Loop:
         channel: WorkerChannel | None
         sweep = 0
         if self._parked:
-            self._set.attend()  # cold channels have rung, and nobody has listened
+            self.hot_set.attend()  # cold channels have rung, and nobody has listened
         while not self.stopping:
             now = _now()
             found = False
             sweep += 1
             if not sweep & 15:
-                self._set.attend()  # cold channels, and whoever wants the leader to look, ring in busy times too
-            for channel in self._set.hot:
+                self.hot_set.attend()  # cold channels, and whoever wants the leader to look, ring in busy times too
+            for channel in self.hot_set.hot:
                 count = channel.words[TAIL] - channel.head
                 if not count or channel.broken:
                     if channel.held:
@@ -185,7 +186,7 @@ class Loop:
                 if not (scheduler.queued or scheduler.suspects or scheduler.alone):
                     done = self._run_inline(channel, now, term, count)
                     if done is Inline.DONE:
-                        if count == 1 and len(self._set.hot) == 1:
+                        if count == 1 and len(self.hot_set.hot) == 1:
                             os.sched_yield()  # on a shared core the client can go on at once
                         continue
                     if done is Inline.DEPOSED:
@@ -226,14 +227,14 @@ class Loop:
         """
         if self.scheduler.saturated():
             self._flush()
-            self._set.park()
+            self.hot_set.park()
             self._room.clear()
             self._parked = True
             if self.scheduler.saturated():  # who has finished meanwhile did not see that nobody leads
                 return True
         if self._parked:
             self._unpark()
-            self._set.stir()
+            self.hot_set.stir()
         return False
 
     def _patience(self) -> float:
@@ -313,7 +314,7 @@ class Loop:
         return (Inline.DONE if ran else Inline.NOT_POSSIBLE) if self.turn.leave(term) else Inline.DEPOSED
 
     def _ring_held(self) -> None:
-        for channel in self._set.hot:
+        for channel in self.hot_set.hot:
             if channel.held:
                 channel.ring_held()
 
@@ -346,7 +347,8 @@ class Loop:
 
     def _refuse(self, refused: Iterable[Refused]) -> None:
         for request, verdict in refused:
-            self.end([request], *verdict)
+            if verdict is not HAND_OVER or not hand_over(request):
+                self.end([request], *verdict)
 
     def _run(self, batch: Batch) -> None:
         requests = batch.requests
@@ -379,10 +381,10 @@ class Loop:
         It pays after a short run, and while a batch could still grow. While other threads run long batches it would
         only take the core that those, or the clients, could use.
         """
-        if not ((self._ran_short or self.scheduler.growing()) and self._set.spin(self._flush)):
+        if not ((self._ran_short or self.scheduler.growing()) and self.hot_set.spin(self._flush)):
             self._ran_short = False
             self._flush()
-            self._set.sleep(self._next_look)
+            self.hot_set.sleep(self._next_look)
 
     def _flush(self) -> None:
         """Write the statistics of what was taken and of what ran inline."""
@@ -394,5 +396,5 @@ class Loop:
 
     def _next_look(self) -> tuple[int, bool]:
         self._block[statistics.IN_FLIGHT] = self.scheduler.in_flight()
-        self._block[statistics.REFUSED] += sum(channel.unreported() for channel in self._set.hot)
+        self._block[statistics.REFUSED] += sum(channel.unreported() for channel in self.hot_set.hot)
         return self.scheduler.next_look()

@@ -23,6 +23,7 @@ class Step:
         entry = (1, 0, number, deadline, 0, 0, 0, sequence, 0, 0, 0, 0, 0)
         self.step = Request(None, number, entry, None, 0)  # type: ignore[arg-type]
         self.ident = 0
+        self.light = True
         self.known: int | InferError = word
         self.ends: list[tuple[Code, str]] = []
         self._lane = lane
@@ -212,6 +213,47 @@ def test_what_a_step_costs_follows_from_what_is_there_and_for_how_long(bench):
     assert bench.lane.cost_ns(7000) is None
 
 
+def test_who_watches_is_not_rung_and_has_it_ring_afterwards(bench):
+    bench.open()
+    assert not bench.lane.watch(), "nothing is under way"
+    step = bench.submit()
+    assert bench.lane.rest()
+    assert bench.lane.watch()
+    bench.worker.complete(take(bench.worker))
+    assert not bench.twin.client_was_rung()
+    assert bench.lane.came()
+    bench.lane.look(1, wait=False)
+    bench.lane.unwatch(1)
+    assert step.ends == [(Code.OK, "")]
+    bench.submit()
+    bench.worker.complete(take(bench.worker))
+    assert bench.twin.client_was_rung()
+
+
+def test_what_ended_unseen_is_settled_when_the_watch_ends(bench):
+    bench.open()
+    step = bench.submit()
+    assert bench.lane.watch()
+    bench.worker.complete(take(bench.worker))
+    bench.lane.unwatch(1)
+    assert step.ends == [(Code.OK, "")]
+
+
+def test_many_steps_and_large_ones_are_left_to_the_session_s_thread():
+    bench = Bench(16)
+    bench.open()
+    first = bench.submit()
+    first.light = False
+    assert not bench.lane.watch()
+    first.light = True
+    assert bench.lane.watch()
+    for _ in range(8):
+        bench.submit()
+    assert not bench.lane.watch()
+    bench.serve()
+    bench.twin.close()
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_happens_every_step_ends_once_and_in_order(seed):
     chance = random.Random(seed)
@@ -220,13 +262,16 @@ def test_whatever_happens_every_step_ends_once_and_in_order(seed):
         bench.open()
         served: list[int] = []
         for _ in range(200):
-            event = chance.randrange(6)
+            event = chance.randrange(7)
             if event < 2:
                 bench.submit(word=chance.choice((PLAN, PLAN, 0)), deadline=chance.choice((0, 0, 0, 1000)))
             elif event == 2 and bench.steps:
                 chance.choice(bench.steps).known = PLAN
             elif event == 3 and bench.steps:
                 bench.lane.cancel(chance.choice(bench.steps).step)
+            elif event == 6 and bench.lane.watch():
+                served += bench.serve()
+                bench.lane.unwatch(1)
             elif event == 4:
                 bench.lane.look(chance.choice((1, 1, 1, 2000)))
             else:

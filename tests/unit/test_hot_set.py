@@ -182,3 +182,34 @@ def test_a_spin_ends_at_once_when_somebody_waits_for_any_core(watched, monkeypat
     monkeypatch.setattr(watched.set._cores, "wanted", lambda: True)
     assert not watched.set.spin(lambda: None)
     assert next(clock) < SPIN_NS, "after a few looks"
+
+
+class Step:
+    """Something under way elsewhere, which ends after so many looks; -1: never."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+        self.told: list[str] = []
+
+    def came(self) -> bool:
+        self.looks -= 1
+        return self.looks == 0
+
+    def look(self, now: int, wait: bool = True) -> bool:
+        self.told.append("waits" if wait else "look")
+        return True
+
+    def unwatch(self, now: int) -> None:
+        self.told.append("unwatch")
+
+
+@pytest.mark.parametrize(("looks", "told"), [(1, ["look", "unwatch"]), (-1, ["unwatch"])])
+def test_a_spin_looks_at_what_is_under_way_elsewhere_and_has_it_ring_afterwards(watched, monkeypatch, looks, told):
+    submit(watched.client)
+    watched.set.poll(0.0)
+    take(watched.worker)
+    monkeypatch.setattr(watched.set._cores, "wanted", lambda: False)
+    step = Step(looks)
+    watched.set.beside = lambda: [step]
+    assert watched.set.spin(lambda: None) == (looks > 0)
+    assert step.told == told

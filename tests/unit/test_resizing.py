@@ -61,7 +61,7 @@ class Table:
     def close(self) -> None:
         self.table.unload("m", 1, list)
         self.loop.scheduler.close_retired()
-        os.close(self.loop._set._wake)
+        os.close(self.loop.hot_set._wake)
         os.close(self.watch)
         os.close(self.page.fd)
 

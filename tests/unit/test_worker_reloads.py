@@ -46,7 +46,7 @@ def table() -> Iterator[ModelTable]:
     watch = os.eventfd(0, os.EFD_NONBLOCK)
     loop = Loop(memoryview(bytearray(4096)).cast("Q"), lambda channel: None, watch)
     yield ModelTable(loop)
-    os.close(loop._set._wake)
+    os.close(loop.hot_set._wake)
     os.close(watch)
 
 
