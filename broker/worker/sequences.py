@@ -147,6 +147,8 @@ class Sequences:
     def drain(self, until: int) -> None:
         """New sequences are refused from now on; those that run may continue until END, time-out, or `until`."""
         self._until = until
+        for key in self._live:  # until something else ends them; the model in its place may not be able to go on
+            self.endings.past.note(key, endings.UNLOAD)
 
     def continues(self, request: Request) -> bool:
         """Is it a further step of a sequence that runs here, while this is draining?"""

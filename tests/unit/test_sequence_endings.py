@@ -131,8 +131,11 @@ def ended_by(how: str, owner: int = NATIVE) -> Sequences:
         step(queue, request(5, END, owner=owner))
     elif how == "idle":
         queue.late(1_000_000)
-    elif how == "unload":
-        queue.unload(0)
+    elif how in ("unload", "replaced"):
+        if how == "unload":
+            queue.unload(0)
+        else:
+            queue.drain(1_000_000)
         past, queue = queue.endings.past, sequences(idle=10)
         queue.endings.past = past
     else:
@@ -150,6 +153,7 @@ def ended_by(how: str, owner: int = NATIVE) -> Sequences:
         ("idle", "nothing of it came for max_sequence_idle_microseconds (10)"),
         ("cancelled", "a step of it was cancelled"),
         ("unload", "the model was unloaded, or replaced, and its state went with it"),
+        ("replaced", "the model was unloaded, or replaced, and its state went with it"),
     ],
 )
 def test_whoever_goes_on_is_told_how_it_ended(how, says):
