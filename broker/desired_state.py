@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, final
 
 from broker.supervision import Load, LoadDeaths
-from broker.worker.messages import UNLOADED, AddRegion, LinkMessage, LoadInstances, UnloadModel
+from broker.worker.messages import UNLOADED, AddRegion, BindPlan, LinkMessage, LoadInstances, UnloadModel
 from broker.worker_process import Lacking, ProcessDied, WorkerProcess
 from shm.errors import Code, InferError
 
@@ -204,8 +204,17 @@ class DesiredState:
     async def bring_rest(self) -> None:
         """To a process that has its models: regions, then plans, then channels. Raises ProcessDied."""
         await self._bring_all(self.regions, list(self.regions), REPLAYED)
+        for key, wanted in tuple(self.plans.items()):
+            if not self._has_regions(wanted.message):  # of clients that have not let go of them yet
+                self.abandon(self.plans, key, None)
         await self._bring_all(self.plans, list(self.plans), REPLAYED)
         await self._bring_all(self.channels, list(self.channels), REPLAYED)
+
+    def _has_regions(self, plan: LinkMessage) -> bool:
+        """False: a request of it could only be told that a region is gone."""
+        assert isinstance(plan, BindPlan)
+        tensors = (*plan.inputs, *plan.outputs, *([plan.credit] if plan.credit is not None else ()))
+        return all((tensor.region, tensor.generation) in self.regions for tensor in tensors)
 
     async def _bring(self, wanted: Wanted) -> None:
         while True:

@@ -62,6 +62,7 @@ class Inference:
         self._client = client
         self._regions = regions
         self.plans = PlanCache(client)
+        regions.dropped = self.plans.drop_of
         self._lasting = Lasting()
         self._offenders = Offenders()
         self._copied = copied

@@ -62,6 +62,7 @@ class Entry:
     `decoupled`: there may be any number of responses to a request, which come one by one.
     `text_id`: the sequence id is an input, the last one.
     `on_gpu`: some of `targets` are memory of a GPU, which only the model's worker can write.
+    `regions`: the numbers of the aliases that it reads and writes.
     `labels`: the class names of outputs that have some, as the last request that asked for classes found them.
     """
 
@@ -78,6 +79,7 @@ class Entry:
         "on_gpu",
         "outputs",
         "plan",
+        "regions",
         "small",
         "targets",
         "text_id",
@@ -101,6 +103,7 @@ class Entry:
         self.version = model.version
         self.outputs = tuple((name, datatypes_of[name]) for name in outputs)
         self.targets = targets
+        self.regions: frozenset[int] = frozenset()
         self.batched = model.max_batch_size > 0
         self.decoupled = model.decoupled
         self.ensemble = model.platform == "ensemble"
@@ -133,6 +136,7 @@ class PlanCache:
         self._max_plans, self._max_bytes = max_plans, max_bytes
         self._entries: OrderedDict[Hashable, Entry] = OrderedDict()
         self._making: dict[Hashable, asyncio.Task[Entry]] = {}
+        self._of_region: dict[int, set[Hashable]] = {}  # keys by the number of an alias
         self.byte_size = 0
 
     def __len__(self) -> int:
@@ -190,6 +194,8 @@ class PlanCache:
             del self._making[key]
         self._remove(key)
         self._entries[key] = entry
+        for number in entry.regions:
+            self._of_region.setdefault(number, set()).add(key)
         self.byte_size += entry.byte_size
         self._shrink()
         return entry
@@ -197,6 +203,13 @@ class PlanCache:
     def drop(self, key: Hashable, entry: Entry | None = None) -> None:
         """Forget an entry that does not work any more, unless it has been replaced. None: whichever there is."""
         if entry is None or self._entries.get(key) is entry:
+            self._remove(key)
+
+    def drop_of(self, alias: Alias) -> None:
+        """Forget the entries on a region that is gone: nobody can ask for them, and whoever gives a new worker its
+        plans would be refused these.
+        """
+        for key in tuple(self._of_region.get(alias.number, ())):
             self._remove(key)
 
     def _shrink(self) -> None:
@@ -207,6 +220,11 @@ class PlanCache:
         entry = self._entries.pop(key, None)
         if entry is not None:  # its plan goes with its last request
             self.byte_size -= entry.byte_size
+            for number in entry.regions:
+                keys = self._of_region[number]
+                keys.discard(key)
+                if not keys:
+                    del self._of_region[number]
 
 
 def key_of(request: InferRequest, version: str, aliases: Aliases) -> Hashable:
@@ -273,6 +291,7 @@ async def prepare(
     plan = await client.prepare_recipe(recipe, model)
     entry = Entry(plan, model, list(where), targets, direct=len(places) == len(targets), text_id=model is not given)
     entry.small = budget is FIRST
+    entry.regions = frozenset(alias.number for alias in aliases.values())
     return entry
 
 

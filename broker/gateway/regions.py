@@ -14,7 +14,7 @@ import itertools
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, final
 
 from broker.gateway.kserve import Buffer, Caller
@@ -112,7 +112,8 @@ class RegionCache:
     """The verbs of the shared memory extension, and the aliases that were used last."""
 
     def __init__(self, client: Client, *, allowed: bool = True, limit: int = MAX_ALIASES) -> None:
-        """`allowed`: --allow-client-shm. `limit`: how many aliases are kept."""
+        """`allowed`: --allow-client-shm. `limit`: how many aliases are kept. `dropped` is told of each that goes."""
+        self.dropped: Callable[[Alias], None] = lambda alias: None
         self._client = client
         self._allowed = allowed
         self._limit = limit
@@ -235,6 +236,8 @@ class RegionCache:
         known = self._aliases.get(key)
         if known is not None and (known.region.name, known.generation) == (info.name, info.generation):
             return known  # others asked at the same time
+        if known is not None:  # it was registered anew
+            self.dropped(known)
         region = self._client.name_region(info, (info.device, info.inode))
         alias = self._aliases[key] = Alias(*key, next(self._numbers), info.generation, region)
         self._aliases.move_to_end(key)
@@ -243,6 +246,7 @@ class RegionCache:
     def _drop(self, key: tuple[Principal, str]) -> Alias:
         alias = self._aliases.pop(key)
         self._client.forget_region(alias.region)
+        self.dropped(alias)
         return alias
 
     def _principal(self, caller: Caller) -> Principal:

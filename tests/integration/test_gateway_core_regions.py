@@ -63,6 +63,32 @@ def test_a_model_reads_and_writes_the_region_itself(lending, memory):
     served(lending, test)
 
 
+def test_plans_go_with_their_regions(lending, memory):
+    key, _, array = memory()
+    other, _, _ = memory("other")
+
+    async def test(service):
+        plans = service.inference.plans
+        for name, where in (("r", key), ("keep", other)):
+            await service.register_system(LOCAL, name, where, SIZE, 0)
+        await service.infer(request("add1", {"x": np.ones((1, 4), np.float32)}), LOCAL)
+        await service.infer(asked(), LOCAL)
+        await service.infer(asked(region="keep", target="r"), LOCAL)
+        await service.infer(asked(region="keep"), LOCAL)
+        assert (len(plans), len(plans._of_region)) == (4, 2)
+        await service.unregister(LOCAL, "system", "r")
+        assert (len(plans), len(plans._of_region)) == (2, 1)
+        await service.infer(asked(region="keep"), LOCAL)
+        await service.unregister(LOCAL, "system", "")
+        assert (len(plans), len(plans._of_region)) == (1, 0)
+        await service.register_system(LOCAL, "r", key, SIZE, 0)
+        array[:4] = 7
+        await service.infer(asked(), LOCAL)
+        assert array[1024:1028].tolist() == [8] * 4
+
+    served(lending, test)
+
+
 def test_a_window_at_any_offset(lending, memory):
     key, _, array = memory()
     array[25:29] = (1, 2, 3, 4)

@@ -8,9 +8,12 @@ import signal
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from broker.worker.messages import PlanTensor
 from shm.errors import Code, InferError
 from shm.memory import sealed_memfd
+from shm.messages import TensorSpec
 from tests.fakes.channel import PLAN, Twin, submit
 from tests.fakes.processes import in_loop, name_of, until
 from tests.fakes.workers import (  # noqa: F401 (fixtures)
@@ -53,6 +56,27 @@ async def test_a_replacement_is_brought_everything_in_order(journal: Journal) ->
             assert [entry["fds"] for entry in journal.entries(second)] == [1, 0, 1, 0, 4]
             assert (worker.restarts, worker.last_death) == (1, "killed by SIGKILL")
         assert journal.types(second)[-1] == "Drain"
+    os.close(fd)
+
+
+@in_loop
+async def test_a_plan_whose_region_is_gone_is_not_brought(journal: Journal, caplog: pytest.LogCaptureFixture) -> None:
+    """Whose it is has not let go of it yet: no request of it can run, and nobody must be told."""
+    fd = sealed_memfd("test-region", 4096)
+    async with running() as workers:
+        worker = await load(workers, config())
+        await worker.add_region(region_of(fd))
+        await worker.bind_plan(plan())
+        spec = TensorSpec(name="x", region="r", datatype="FP32", shape=(1,), byte_size=4)
+        on_region = replace(plan(77), inputs=(PlanTensor(spec=spec, region=5, generation=6),))
+        await worker.bind_plan(on_region)
+        await worker.retire_region(5, 6)
+        first = worker.pid
+        worker.kill("a test")
+        second = await replaced(worker, first)
+        assert journal.types(second) == ["Start", "LoadInstances", "BindPlan"]
+        assert "cannot be given" not in caplog.text
+        worker.drop_plan(9, 77, on_region.generation)
     os.close(fd)
 
 
