@@ -12,16 +12,27 @@ from typing import final
 
 import numpy as np
 
-from broker.worker.assembly import Array, Assembly, Row, Shape, batch_input, name_sequence, scattered
+from broker.worker.assembly import (
+    Array,
+    Assembly,
+    Row,
+    Shape,
+    batch_input,
+    check_state,
+    name_sequence,
+    scattered,
+)
 from broker.worker.backends import Binding, Operand
-from broker.worker.binding import deliver
+from broker.worker.binding import check_count, check_rows, deliver
 from broker.worker.given import said
 from broker.worker.model import Instance
 from broker.worker.plans import PlacedTensor, Plan
 from broker.worker.running import check_sizes, fail, run_watched
+from broker.worker.sequence import Sequence as SequenceRecord
+from broker.worker.undelivered import Kept
 from shm import datatypes
 from shm.admission import Request
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, is_too_small
 from shm.parameters import key_of
 
 MAX_BINDINGS = 32  # per instance: clients choose the shapes, so there is no end to them
@@ -269,17 +280,15 @@ class _Batch:
     def cut(self, results: Sequence[Array]) -> dict[str, list[Array]]:
         """Each output by row of the batch (one entry per request or empty slot)."""
         cut: dict[str, list[Array]] = {}
+        check_count(self._instance.model, results, len(self._outputs))
         for operand, array in zip(self._outputs, results, strict=True):
             by = self._assembly.scatter.get(operand.name)
             if by is not None:
                 cut[operand.name] = scattered(operand.name, array, by[1], self._shapes(by[0]))
             elif not self._assembly.batched:
                 cut[operand.name] = [array]
-            elif array.ndim == 0 or array.shape[0] != self.total:
-                raise InferError(
-                    Code.INTERNAL, f"an output of a batch of {self.total} rows has shape {tuple(array.shape)}"
-                )
             else:
+                check_rows(self._instance.model, operand.name, array, self.total)
                 ends = np.cumsum(self._sizes)
                 cut[operand.name] = [array[end - size : end] for end, size in zip(ends, self._sizes, strict=True)]
                 self._cut_back(operand.name, cut[operand.name])
@@ -298,11 +307,23 @@ class _Batch:
         """
         plan, instance = row.plan, self._instance
         assert isinstance(plan, Plan)
-        delivered = deliver(instance.model, row, plan.outputs, [parts[tensor.name][at] for tensor in plan.outputs])
+        try:
+            delivered = deliver(instance.model, row, plan.outputs, [parts[tensor.name][at] for tensor in plan.outputs])
+        except InferError as error:
+            if isinstance(row.sequence, SequenceRecord) and is_too_small(error.message):
+                outputs = {tensor.name: parts[tensor.name][at] for tensor in plan.outputs}
+                states = {state.input_name: parts[state.output_name][at] for state in self._assembly.states}
+                for state in self._assembly.states:
+                    check_state(instance.model.config, state, states[state.input_name])
+                row.sequence.kept = Kept(row.sequence, outputs, states, given)
+            raise
         row.give(given)
         instance.count_copy("output", delivered)
         row.copied += delivered
         if row.sequence is not None:
             states = row.sequence.states  # type: ignore[attr-defined]
-            for state in self._assembly.states:
-                states[state.input_name] = parts[state.output_name][at].copy()
+            made = {state: parts[state.output_name][at] for state in self._assembly.states}
+            for state, array in made.items():
+                check_state(instance.model.config, state, array)
+            for state, array in made.items():
+                states[state.input_name] = array.copy()

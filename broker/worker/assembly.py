@@ -106,22 +106,24 @@ class StatesSent:
         """What is left for the client. Raises InferError for a state of another datatype or shape."""
         states = {name: np.asarray(array) for name, array in outputs.items() if name in self._states}
         for name, array in states.items():
-            self._check(self._states[name], array)
+            check_state(self._config, self._states[name], array)
         for name, array in states.items():
             self._kept[self._states[name].input_name] = array.copy()
         also = {tensor.name for tensor in self._config.output}
         return {name: array for name, array in outputs.items() if name not in states or name in also}
 
-    def _check(self, state: State, array: Array) -> None:
-        dims = (1, *state.dims) if self._config.max_batch_size else state.dims
-        wanted = object if state.datatype == datatypes.BYTES else datatypes.numpy_dtype(state.datatype)
-        fits = array.ndim == len(dims) and all(dim in (-1, size) for dim, size in zip(dims, array.shape, strict=True))
-        if not fits or array.dtype != wanted:
-            raise InferError(
-                Code.INVALID_ARG,
-                f"state '{state.output_name}' of model '{self._config.name}' is {state.datatype} "
-                f"{datatypes.shape_text(dims)}, got {array.dtype} {datatypes.shape_text(array.shape)}",
-            )
+
+def check_state(config: ModelConfig, state: State, array: Array) -> None:
+    """Raises InferError for what a model gives as the state of one step, in another datatype or shape."""
+    dims = (1, *state.dims) if config.max_batch_size else state.dims
+    wanted = object if state.datatype == datatypes.BYTES else datatypes.numpy_dtype(state.datatype)
+    fits = array.ndim == len(dims) and all(dim in (-1, size) for dim, size in zip(dims, array.shape, strict=True))
+    if not fits or array.dtype != wanted:
+        raise InferError(
+            Code.INVALID_ARG,
+            f"state '{state.output_name}' of model '{config.name}' is {state.datatype} "
+            f"{datatypes.shape_text(dims)}, got {array.dtype} {datatypes.shape_text(array.shape)}",
+        )
 
 
 def assembly_of(config: ModelConfig) -> Assembly | None:

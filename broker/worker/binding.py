@@ -137,10 +137,7 @@ def deliver(
     """
     note: list[int] = []
     moves: list[tuple[Bytes, Bytes]] = []
-    if len(arrays) != len(tensors):
-        raise InferError(
-            Code.INTERNAL, f"model '{model.name}' gave {len(arrays)} results, {len(tensors)} outputs wait for one"
-        )
+    check_count(model, arrays, len(tensors))
     for tensor, given in zip(tensors, arrays, strict=True):
         array = _checked(model, tensor, given)
         data = serialized(tensor, array)
@@ -159,21 +156,19 @@ def place_for(
 
     Returns what the request's note is to say of it: rank and shape of an open output. Raises InferError.
     """
-    if not (tensor.open and tensor.make_room(byte_size)) and byte_size > tensor.place.byte_size:
-        raise InferError(Code.INVALID_ARG, too_small(f"output '{tensor.name}'", tensor.place.byte_size, byte_size))
-    if tensor.open:
-        if tensor.seen != (request.rows, shape):
-            check_shape(model, tensor.name, shape, request.rows)
-            tensor.seen = request.rows, shape
-        return len(shape), *shape
-    if shape != tensor.shape_of(request.rows):
+    if tensor.seen != (request.rows, shape):  # before its size: it is the model's mistake, not the caller's
+        check_shape(model, tensor.name, shape, request.rows)
+        tensor.seen = request.rows, shape
+    if not tensor.open and shape != tensor.shape_of(request.rows):
         raise InferError(
             Code.INVALID_ARG,
-            f"output '{tensor.name}' has shape {datatypes.shape_text(shape)}, the plan says"
-            f" {datatypes.shape_text(tensor.shape_of(request.rows))}: leave the dimension open (-1) and give it"
-            " room by byte_size",
+            f"output '{tensor.name}' of model '{model.name}' has shape {datatypes.shape_text(shape)}, the plan says"
+            f" {datatypes.shape_text(tensor.shape_of(request.rows))}: leave the dimension open (-1), in config.pbtxt"
+            " too if that fixes it, and give it room by byte_size",
         )
-    return ()
+    if not (tensor.open and tensor.make_room(byte_size)) and byte_size > tensor.place.byte_size:
+        raise InferError(Code.INVALID_ARG, too_small(f"output '{tensor.name}'", tensor.place.byte_size, byte_size))
+    return (len(shape), *shape) if tensor.open else ()
 
 
 def client_shape(model: LoadedModel, tensor: PlacedTensor, array: npt.NDArray[np.generic]) -> tuple[int, ...]:
@@ -197,6 +192,24 @@ def check_shape(model: LoadedModel, name: str, shape: tuple[int, ...], rows: int
             Code.INTERNAL,
             f"output '{name}' of model '{model.name}' has the shape {datatypes.shape_text(shape)}, its configuration "
             f"says {datatypes.shape_text(expected)}",
+        )
+
+
+def check_rows(model: LoadedModel, name: str, array: npt.NDArray[np.generic], rows: int) -> None:
+    """Raises InferError INTERNAL for a result of a batch that cannot be cut into the rows of its requests."""
+    if array.ndim == 0 or array.shape[0] != rows:
+        raise InferError(
+            Code.INTERNAL,
+            f"output '{name}' of model '{model.name}' has the shape {datatypes.shape_text(array.shape)}, a batch of "
+            f"{rows} rows has outputs of the shape [{rows},…]",
+        )
+
+
+def check_count(model: LoadedModel, results: Sequence[object], wanted: int) -> None:
+    """Raises InferError INTERNAL for too many results, or too few."""
+    if len(results) != wanted:
+        raise InferError(
+            Code.INTERNAL, f"model '{model.name}' gave {len(results)} results, {wanted} outputs wait for one"
         )
 
 

@@ -14,8 +14,18 @@ import numpy.typing as npt
 
 from broker.worker.assembled import run_assembled
 from broker.worker.assembly import Row
-from broker.worker.backends import Binding, Operand
-from broker.worker.binding import Execution, bind, client_shape, deliver, execution_of, remember, serialized
+from broker.worker.backends import Binding, Operand, Reshaped
+from broker.worker.binding import (
+    Execution,
+    bind,
+    check_count,
+    check_rows,
+    client_shape,
+    deliver,
+    execution_of,
+    remember,
+    serialized,
+)
 from broker.worker.buffers import BatchBuffers
 from broker.worker.cache import Output, Response
 from broker.worker.decoupled import run_streams
@@ -25,7 +35,6 @@ from broker.worker.model import Instance
 from broker.worker.plans import Bytes, Plan
 from broker.worker.running import check_sizes, fail, neighbours, run_watched
 from shm.admission import Request
-from shm.errors import Code, InferError
 
 _now = time.monotonic_ns
 
@@ -80,8 +89,8 @@ def _run_alone(instance: Instance, request: Request) -> None:
         execution = execution_of(plan, instance, request.input_position, request.output_position, request.rows)
         try:
             _run_execution(instance, request, execution, began)
-        except Exception:
-            if not _reshaped(plan):
+        except Exception as error:
+            if not (isinstance(error, Reshaped) or _reshaped(plan)):
                 raise
             # An output came out in another shape than the plan says: the runtime allocates, to learn which.
             opened = bind(plan, instance, request.input_position, request.output_position, request.rows, all_open=True)
@@ -240,9 +249,12 @@ def _scatter(
     opened: list[npt.NDArray[np.generic]],
     rows: int,
 ) -> int:
-    for array in opened:
-        if array.ndim == 0 or array.shape[0] != rows:
-            raise InferError(Code.INTERNAL, f"an output of a batch of {rows} rows has shape {array.shape}")
+    first = requests[0].plan
+    assert isinstance(first, Plan)
+    names = [tensor.name for tensor, buffer in zip(first.outputs, buffers.outputs, strict=True) if buffer is None]
+    check_count(instance.model, opened, len(names))
+    for name, array in zip(names, opened, strict=True):
+        check_rows(instance.model, name, array, rows)
     row = scattered = 0
     for request in requests:
         plan = request.plan

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from broker.worker.backends import Binding, Operand
-from broker.worker.binding import client_shape, deliver, serialized
+from broker.worker.binding import check_rows, client_shape, deliver, serialized
 from broker.worker.buffers import BatchBuffers
 from broker.worker.cache import Output, Response
 from broker.worker.given import said
@@ -18,7 +18,6 @@ from broker.worker.model import Instance
 from broker.worker.plans import PlacedTensor, Plan
 from broker.worker.running import run_watched
 from shm.admission import Request
-from shm.errors import Code, InferError
 
 _now = time.monotonic_ns
 
@@ -50,8 +49,7 @@ def run_union(instance: Instance, requests: Sequence[Request], now: int) -> None
     ran = run_watched(instance, binding.run, rows, copied)
     results = dict(zip(wanted, binding.results(), strict=True))
     for name, array in results.items():
-        if array.ndim == 0 or array.shape[0] != rows:
-            raise InferError(Code.INTERNAL, f"output '{name}' of a batch of {rows} rows has shape {array.shape}")
+        check_rows(instance.model, name, array, rows)
     given = said(instance.model, binding, requests) if instance.model.gives_parameters else [b""] * len(requests)
     row = scattered = 0
     for request, parameters in zip(requests, given, strict=True):

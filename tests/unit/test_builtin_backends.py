@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from broker.repository.config import InstanceGroup, ModelConfig
+from broker.repository.config import InstanceGroup, ModelConfig, TensorConfig
 from broker.repository.scheduling import Control, SequenceBatching, State
 from broker.worker.backends import Context, Operand, dyna_sequence, identity, implicit_state, sequence
 from shm import datatypes
@@ -108,3 +109,25 @@ def test_cpu_only(backend):
 def test_parameters_are_numbers():
     with pytest.raises(InferError, match="'execute_delay_ms' must be a number of 0 or more, got 'soon'"):
         identity.load(context(execute_delay_ms="soon"))
+
+
+@pytest.mark.parametrize(
+    ("datatype", "dims", "text"),
+    [
+        ("INT32", (2,), "expected input and output datatype to match, got TYPE_FP32 and TYPE_INT32"),
+        ("FP32", (3,), "expected input and output shape to match, got [2] and [3]"),
+        ("FP32", (2, 1), "expected input and output shape to match, got [2] and [2,1]"),
+        ("FP32", (-1,), ""),
+    ],
+)
+def test_identity_gives_what_it_is_given(datatype, dims, text):
+    given = TensorConfig(name="INPUT0", datatype="FP32", dims=(2,))
+    output = TensorConfig(name="OUTPUT0", datatype=datatype, dims=dims)
+    asked = context()
+    asked = asked._replace(config=replace(asked.config, input=(given,), output=(output,)))
+    if not text:
+        identity.load(asked)
+        return
+    with pytest.raises(InferError) as caught:
+        identity.load(asked)
+    assert caught.value.message == text

@@ -9,7 +9,7 @@ import pytest
 
 from broker.cache_flags import cache_byte_size
 from broker.flags import Given, UsageError
-from broker.worker.cache import ENTRY_BYTES, Input, Output, ResponseCache, key_of
+from broker.worker.cache import ENTRY_BYTES, Input, Output, Response, ResponseCache, key_of
 from shm import statistics
 
 OWNER = ("m", 1, 1)
@@ -17,8 +17,8 @@ X = Input("x", "FP32", (1, 2), b"12345678")
 Z = Input("z", "BYTES", (1,), b"ab")
 
 
-def response(size: int, mark: int = 0) -> tuple[Output, ...]:
-    return (Output("y", (size,), bytes([mark]) * size),)
+def response(size: int, mark: int = 0) -> Response:
+    return Response((Output("y", (size,), bytes([mark]) * size),))
 
 
 def test_requests_are_the_same_whatever_the_order_of_their_tensors():
@@ -78,7 +78,7 @@ def test_a_model_that_is_gone_takes_its_answers_with_it():
 def test_it_is_never_larger_than_allowed_and_gives_only_what_was_put_in(seed):
     choice = random.Random(seed)
     limit = 4 * ENTRY_BYTES
-    cache, known = ResponseCache(limit, words := [0] * 32), OrderedDict[bytes, tuple[Output, ...]]()
+    cache, known = ResponseCache(limit, words := [0] * 32), OrderedDict[bytes, Response]()
     keys = {
         bytes([at]): key_of((f"m{at % 3}", 1, 1), [Input("x", "UINT8", (1,), bytes([at]))], ["y"]) for at in range(12)
     }
@@ -90,17 +90,17 @@ def test_it_is_never_larger_than_allowed_and_gives_only_what_was_put_in(seed):
             known = OrderedDict((each, kept) for each, kept in known.items() if keys[each][0] != owner)
         elif choice.random() < 0.5:
             answer = response(choice.randrange(2 * ENTRY_BYTES), step % 256)
-            size = ENTRY_BYTES + len(answer[0].data)
+            size = ENTRY_BYTES + len(answer.outputs[0].data)
             assert cache.put(keys[name], answer)
             known.pop(name, None)
-            while sum(ENTRY_BYTES + len(kept[0].data) for kept in known.values()) + size > limit:
+            while sum(ENTRY_BYTES + len(kept.outputs[0].data) for kept in known.values()) + size > limit:
                 known.popitem(last=False)
             known[name] = answer
         else:
             assert cache.get(keys[name]) == known.get(name)
             if name in known:
                 known.move_to_end(name)
-        assert cache.used == sum(ENTRY_BYTES + len(kept[0].data) for kept in known.values()) <= limit
+        assert cache.used == sum(ENTRY_BYTES + len(kept.outputs[0].data) for kept in known.values()) <= limit
         assert words[statistics.CACHE_ENTRIES] == len(cache) == len(known)
 
 

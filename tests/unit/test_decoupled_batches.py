@@ -160,6 +160,37 @@ def test_of_a_batch_only_the_bad_request_fails(lab):
     assert [end(each) for each in asked] == [(Code.OK, ""), (Code.INTERNAL, "RuntimeError: beast"), (Code.OK, "")]
 
 
+WRONG = {
+    "self.values.astype(np.float32)": "output 'y' of model 'm' is INT32, got an array of float32",
+    "self.values[0]": "output 'y' of model 'm' has the shape [2], its configuration says [-1,2]",
+    "np.zeros((1, 3), np.int32)": "output 'y' of model 'm' has the shape [1,3], its configuration says [-1,2]",
+    "self.values], [self.values": "model 'm' gave 2 results, 1 outputs wait for one",
+}
+SENDS = """
+    def execute(self, streams):
+        for stream in streams:
+            self.values = stream.inputs["x"]
+            stream.send({"y": RESULT}, final=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("lab", "text"),
+    [((ONE_EACH.replace("self.values + 1", wrong.replace("], [", ", ")),), text) for wrong, text in WRONG.items()]
+    + [
+        ((ONE_EACH.replace("class Model:", "class Model:" + SENDS.replace("RESULT", wrong)),), text)
+        for wrong, text in WRONG.items()
+        if "], [" not in wrong
+    ],
+    indirect=["lab"],
+)
+def test_what_the_configuration_does_not_say_is_an_error_of_the_model(lab, text):
+    pending = lab.ask(1)
+    lab.run()
+    lab.client.reap()
+    assert end(pending)[1] == text
+
+
 @pytest.mark.parametrize("lab", [(AGAIN, ITERATIVE)], indirect=True)
 def test_a_request_that_runs_again_is_in_flight_once(lab):
     lab.model.instances[0].runtime.runs = 2

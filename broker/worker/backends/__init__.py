@@ -65,6 +65,10 @@ class Operand(NamedTuple):
     gpu: OnGpu | None = None
 
 
+class Reshaped(InferError):
+    """A run failed because an output came out in another shape than it was bound with; bound open, it tells which."""
+
+
 class Binding(Protocol):
     """Operands bound to a model once, run many times."""
 

@@ -12,6 +12,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
+from broker.repository.config import ModelConfig
 from broker.worker.backends import Binding, Context, Operand
 from broker.worker.backends.builtin import array_of, cpu_only, number
 from shm import datatypes
@@ -19,8 +20,9 @@ from shm.errors import Code, InferError
 
 
 def load(context: Context) -> Identity:
-    """Raises InferError for GPU instances and parameters that are no numbers."""
+    """Raises InferError for GPU instances, parameters that are no numbers, and outputs that cannot be their inputs."""
     cpu_only(context, "identity")
+    _check(context.config)
     time.sleep(number(context, "creation_delay_sec"))
     delay = number(context, "execute_delay_ms") / 1000
     index = int(context.name.rpartition("_")[2])
@@ -78,6 +80,28 @@ class _Copy:
         return found
 
 
+def _check(config: ModelConfig) -> None:
+    """With the texts of Triton's, which also wants an input for each output, and shapes equal where they are open."""
+    inputs = {tensor.name: tensor for tensor in config.input}
+    for output in config.output:
+        given = inputs.get(_source(output.name))
+        if given is None:
+            continue
+        if given.datatype != output.datatype:
+            types = (_triton(each.datatype) for each in (given, output))
+            raise InferError(
+                Code.INVALID_ARG, "expected input and output datatype to match, got {} and {}".format(*types)
+            )
+        fits = len(given.dims) == len(output.dims) and all(
+            one == other or -1 in (one, other) for one, other in zip(given.dims, output.dims, strict=True)
+        )
+        if not fits and given.reshape is None and output.reshape is None:
+            shapes = (datatypes.shape_text(each.dims) for each in (given, output))
+            raise InferError(
+                Code.INVALID_ARG, "expected input and output shape to match, got {} and {}".format(*shapes)
+            )
+
+
 def _source(output: str) -> str:
     return output.replace("OUTPUT", "INPUT", 1)
 
@@ -88,3 +112,7 @@ def _empty(output: Operand) -> npt.NDArray[Any]:
         0 if axis and (dim == -1 or len(output.shape) > 1) else max(dim, 0) for axis, dim in enumerate(output.shape)
     )
     return np.zeros(shape, datatypes.numpy_dtype(output.datatype))
+
+
+def _triton(datatype: str) -> str:
+    return "TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}"

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
-from broker.worker.backends import Binding, Context, OnGpu, Operand
+from broker.worker.backends import Binding, Context, OnGpu, Operand, Reshaped
 from broker.worker.backends.onnxruntime_cuda import PROVIDER, check_provider, provider_options
 from shm import datatypes
 from shm.errors import Code, InferError
@@ -38,6 +38,7 @@ _ERRORS_ONLY = 3
 _STATUS = re.compile(r"^(Error in execution: )?(\[ONNXRuntimeError\] : \d+ : \w+ : )?")
 _SOURCE = re.compile(r"\S*/onnxruntime/\S+\.\w+:\d+ (?:[^()]*\([^()]*\)(?: const)?(?: \[with [^]]*\])? )?")
 _MAX_REASON = 400
+_RESHAPED = "Got invalid dimensions for output"  # as the runtime says it
 
 
 def load(context: Context) -> OnnxModel:
@@ -336,4 +337,5 @@ def _view(value: Any, datatype: str) -> npt.NDArray[np.generic]:
 def _failure(code: Code, error: Exception) -> InferError:
     """The runtime's reason in one line."""
     text = _SOURCE.sub("", _STATUS.sub("", " ".join(str(error).split())))
-    return InferError(code, f"onnx runtime error: {text[:_MAX_REASON]}")
+    failed = Reshaped if _RESHAPED in text else InferError
+    return failed(code, f"onnx runtime error: {text[:_MAX_REASON]}")
