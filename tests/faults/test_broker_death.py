@@ -132,6 +132,58 @@ def test_k02_k04_sigkill_under_load_and_back(fresh_lab):
     lab.settled()
 
 
+def work_on(token: str = "") -> list[Any]:
+    """A plan on a pool region, of its own or shared by `token`, that is asked whenever told to, and never made anew."""
+    client = clientlib.connect()
+    region = client.open_region(token, name="kept") if token else client.create_region("kept", 8192)
+    place = 1 if token else 0  # each has its own half
+    x, y = (region.array(SHAPE, "FP32", offset=4096 * place + at) for at in (0, 1024))
+    tensor = {name: region.tensor(SHAPE, "FP32", offset=4096 * place + at) for name, at in (("x", 0), ("y", 1024))}
+    plan = client.prepare("add1", {"x": tensor["x"]}, {"y": tensor["y"]})
+    child.say("" if token else region.share())
+    told = []
+    while child.hear() == "ask":
+        x[:] += 1
+        said = [child.refusal(plan.infer, timeout=LIMIT_S) for _ in range(2)]
+        told = [said, bool((y == x + 1).all()), [each.name for each in client.regions()], region.identity]
+        child.say([*told, region.array((2, 1024), "FP32")[:, 0].tolist()])
+    return told
+
+
+def test_k05_pool_regions_survive_the_broker(fresh_lab):
+    """Without a store of descriptors: their clients hold them, and the next broker gets them from these."""
+    lab = fresh_lab
+    owner = lab.start(work_on, valid=False)
+    other = lab.start(work_on, valid=False, token=owner.heard())
+    other.heard()
+
+    def ask(who: Any) -> list[Any]:
+        who.tell("ask")
+        heard = who.heard()
+        assert isinstance(heard, list)
+        return heard
+
+    before = {who: ask(who) for who in (owner, other)}
+    assert [said for said, *_ in before.values()] == [[["OK", ""]] * 2] * 2
+    for turn in (2, 3):
+        lab.broker.process.kill()
+        lab.broker.process.wait()
+        lab.broker.__exit__()
+        lab._hand.close()
+        lab.start_broker()
+        after = {who: ask(who) for who in (owner, other)}
+        for who, (said, right, names, identity, _) in after.items():
+            assert said[1] == ["OK", ""], said
+            assert said[0][0] in ("OK", "UNAVAILABLE"), said
+            assert right
+            assert (names, identity) == (["kept"], before[who][3]), "it is not the memory that it was"
+        assert after[owner][3] == after[other][3]
+        assert after[other][4] == [turn, turn], "what both have written, before and since"
+    for who in (owner, other):
+        who.tell("end")
+        assert who.result()[1]
+
+
 def test_k06_second_instance_is_refused(lab):
     socket = lab.run_directory / "broker.sock"
     before = socket.stat().st_ino
