@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from broker.repository.scheduling import Step
 from broker.worker.decoupled import taker_of
@@ -24,7 +24,10 @@ from broker.worker.model import LoadedModel
 from broker.worker.plans import Plan
 from shm import statistics
 from shm.admission import EXPIRED, Request
-from shm.errors import Code
+from shm.errors import Code, InferError
+
+if TYPE_CHECKING:
+    from broker.worker.cuda.events import Waiters
 
 MAX_PREPARED = 16  # per plan of a client, which chooses positions and rows: each holds the run's intermediate tensors
 MAX_FLOWS = 256  # requests of a decoupled ensemble at a time: each has a thread
@@ -60,19 +63,36 @@ class Ensemble:
         self._following: deque[Request] = deque()  # they are in, and not queued yet
         self._passing = False
         self._epoch = 0
+        self._waiters: Waiters | None = None
         self._block = model.instances[0].block
 
     def begin(self, request: Request) -> None:
         """Start a client's (or an outer ensemble's) request; its ending is published when the run is over."""
         request.channel.start((request,))
-        streams = self.model.streams
+        plan, streams = request.plan, self.model.streams
+        assert isinstance(plan, Plan)
         if streams is not None:
             taker = taker_of(self.model.instances[0], streams, request, time.monotonic_ns())
             if taker is not None:
                 self.started()
                 Flow(self, request, taker).begin()
             return
-        self.run(request, self.queue, lambda: request.channel.complete((request,))).begin()
+        run = self.run(request, self.queue, lambda: request.channel.complete((request,)))
+        if request.wait_event and plan.windows:
+            self._begin_after_event(run, request, plan)
+        else:
+            run.begin()
+
+    def _begin_after_event(self, run: Run, request: Request, plan: Plan) -> None:
+        """Its client is not done with what it reads, or wants to have written."""
+        try:
+            if self._waiters is None:
+                from broker.worker.cuda.events import Waiters
+
+                self._waiters = Waiters()
+            self._waiters.add(request, plan, lambda error: run.begin() if error is None else run.refuse(error))
+        except (InferError, RuntimeError) as error:  # RuntimeError: there is no thread to be had
+            run.refuse(error)
 
     def run_alone(self, request: Request) -> None:
         """Run all steps here and now, on members that nobody else uses; publishing the ending is the caller's."""

@@ -95,14 +95,14 @@ class SpreadRun(Run):
         request, model, prepared = self._request, self._ensemble.model, self._prepared
         check_sizes(self._plan)
         for tensor in self._plan.inputs:
-            data = tensor.memory(request.input_position, request.rows)
+            size = tensor.memory(request.input_position, request.rows).size
             shape = model.shape(tensor.name, tensor.shape_of(request.rows))
-            value = prepared.shared(tensor.name, tensor.datatype, shape, data.size)
-            target = value.region.bytes[value.offset : value.offset + data.size]
-            target[:] = data
+            value = prepared.shared(tensor.name, tensor.datatype, shape, size)
+            target = value.region.bytes[value.offset : value.offset + size]
+            reason = tensor.copy_out(request.input_position, request.rows, target)
             self._values[tensor.name] = value
-            self._ensemble.count_copy("policy", data.size)
-            request.copied += data.size
+            self._ensemble.count_copy(reason, size)
+            request.copied += size
             if model.cached is not None:
                 self._copies.append(target)
 

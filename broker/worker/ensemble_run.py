@@ -101,6 +101,12 @@ class Run(Withdrawable):
         self._queue(self._progress.begin())
         self._advance()
 
+    def refuse(self, error: Exception) -> None:
+        """It cannot begin."""
+        self._ensemble.started()
+        self._fail(error)
+        self._advance()
+
     def start(self, requests: Sequence[Request]) -> None:
         """A step is about to run: nothing to mark, the ledger knows the client's request."""
 
@@ -204,8 +210,8 @@ class Run(Withdrawable):
             own = private("UINT8", (value.byte_size,))._replace(datatype=value.datatype, shape=value.shape)
             self._prepared.places[tensor.name] = own
         data = own.region.bytes[: own.byte_size]
-        data[:] = tensor.memory(self._request.input_position, self._request.rows)
-        self._ensemble.count_copy("policy", data.size)
+        reason = tensor.copy_out(self._request.input_position, self._request.rows, data)
+        self._ensemble.count_copy(reason, data.size)
         self._request.copied += data.size
         self._copies.append(data)
         return own
@@ -222,7 +228,7 @@ class Run(Withdrawable):
             self._ensemble.adopt(plan, member)
             prepared.sources[at] = given
             prepared.chain = None
-        entry = (*client.entry[:4], 0, 0, plan.rows, *client.entry[7:])
+        entry = (*client.entry[:4], 0, 0, plan.rows, *client.entry[7:10], 0, *client.entry[11:])  # its event happened
         request = Request(self, at, entry, plan, _now())
         request.deadline = client.deadline  # a `timeout` of Triton's is its member's queue to judge
         request.started = True
@@ -294,10 +300,10 @@ class Run(Withdrawable):
         for tensor, value, _ in answers:
             start = tensor.place.offset + request.output_position * tensor.place.stride
             if value.region is not tensor.region or value.offset != start:
-                target = tensor.memory(request.output_position)[: value.byte_size]
-                target[:] = value.region.bytes[value.offset : value.offset + value.byte_size]
+                data = value.region.bytes[value.offset : value.offset + value.byte_size]
+                reason = tensor.copy_in(request.output_position, data)
                 request.copied += value.byte_size
-                self._ensemble.count_copy("output", value.byte_size)
+                self._ensemble.count_copy(reason, value.byte_size)
         request.note = struct.pack(f"<{len(note)}Q", *note) if note else b""
         cached = self._ensemble.model.cached
         if cached is not None:

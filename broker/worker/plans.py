@@ -57,6 +57,22 @@ class PlacedTensor:
         size = rows * self.row_bytes if rows and self.row_bytes else self.place.byte_size
         return self.region.snapshot(start, size)
 
+    def copy_out(self, position: int, rows: int, into: Bytes) -> str:
+        """Copy one position, or its first `rows` rows, out of a client's memory; the reason that it counts under."""
+        if self.region.gpu is None:
+            into[:] = self.memory(position, rows)
+            return "policy"
+        self.region.gpu.read(self.place.offset + position * self.place.stride, into)
+        return "transfer"
+
+    def copy_in(self, position: int, data: Bytes) -> str:
+        """The other way round."""
+        if self.region.gpu is None:
+            self.memory(position)[: data.size] = data
+            return "output"
+        self.region.gpu.write(self.place.offset + position * self.place.stride, data)
+        return "transfer"
+
     def make_room(self, byte_size: int) -> bool:
         """Make an open output in private memory exactly as large as a result. False: the memory is a client's."""
         if self.region.info.kind != "private":
@@ -230,7 +246,7 @@ def adopt(plan: Plan, model: LoadedModel, signatures: dict[object, object]) -> N
     )
     if plan.windows:
         plan.closed = _off_limits(plan, model)
-        if plan.closed is None:
+        if plan.closed is None and model.ensemble is None:
             model.reach_gpus()
         plan.staged = not _in_place(plan, model)
     plan.simplify()
@@ -246,9 +262,9 @@ def _in_place(plan: Plan, model: LoadedModel) -> bool:
 
 
 def _off_limits(plan: Plan, model: LoadedModel) -> Verdict | None:
-    """Kinds of models that work with their clients' memory in more than one go: GPU memory is not for them."""
-    if model.ensemble is not None:
-        return Code.UNSUPPORTED, f"ensemble '{model.name}' cannot use GPU memory: use create_region()"
+    """Decoupled models work with their clients' memory in more than one go: the GPU's is not for them."""
+    if model.ensemble is not None and model.streams is not None:
+        return Code.UNSUPPORTED, f"ensemble '{model.name}' is decoupled and cannot use GPU memory: use create_region()"
     if model.streams is not None and any(tensor.region.gpu is not None for tensor in plan.outputs):
         return (
             Code.UNSUPPORTED,

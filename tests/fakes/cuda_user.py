@@ -60,6 +60,9 @@ class User:
         copied = self.plan.infer(timeout=30).copied_bytes
         return [copied, *self._read(wanted).ravel().tolist()]
 
+    def run_again(self) -> None:
+        self.plan.infer(timeout=30)
+
     def unregister(self, name: str) -> None:
         self.client.unregister(name)
 

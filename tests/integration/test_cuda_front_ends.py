@@ -342,13 +342,19 @@ def test_what_gpu_memory_cannot_be_used_for(application: Child, zmq: HandZmqClie
     handle = application.call("create", "g", SIZE, 0)
     zmq.ask("register_cuda", name="g", handle=handle, device=0, byte_size=SIZE)
     act = {"name": "ACT", "datatype": "INT32", "shape": [5], "data": struct.pack("<5i", 1, 4, 0, -1, -1)}
-    for model, inputs, output, expected in (
-        ("many", [act], "Y", "output 'Y' of decoupled model 'many' cannot be written to CUDA shared memory region 'g'"),
-        ("pipe", [{**tensor("x"), "name": "IN"}], "OUT", "ensemble 'pipe' cannot use GPU memory"),
-    ):
-        reply = zmq.ask("infer", model=model, inputs=inputs, outputs=[tensor(output, APART)])
-        assert (reply["type"], reply["code"]) == ("error", "UNSUPPORTED"), reply
-        assert expected in reply["message"]
+    reply = zmq.ask("infer", model="many", inputs=[act], outputs=[tensor("Y", APART)])
+    assert (reply["type"], reply["code"]) == ("error", "UNSUPPORTED"), reply
+    expected = "output 'Y' of decoupled model 'many' cannot be written to CUDA shared memory region 'g'"
+    assert expected in reply["message"]
+
+
+def test_ensembles_over_workers_use_gpu_memory(application: Child, zmq: HandZmqClient) -> None:
+    handle = application.call("create", "g", SIZE, 0)
+    zmq.ask("register_cuda", name="g", handle=handle, device=0, byte_size=SIZE)
+    application.call("set", "g", [1, 2, 3, 4])
+    reply = zmq.ask("infer", model="pipe", inputs=[{**tensor("x"), "name": "IN"}], outputs=[tensor("OUT", APART)])
+    assert reply["type"] == "result", reply
+    assert application.call("get", "g", 260)[256:] == [2, 4, 6, 8]
 
 
 def test_a_worker_that_is_killed_comes_back_to_the_same_memory(

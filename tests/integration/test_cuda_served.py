@@ -40,6 +40,18 @@ ensemble_scheduling { step [
     output_map { key: "OUTPUT0" value: "OUT" } }
 ] }
 """
+GPU_PIPE = """platform: "ensemble" max_batch_size: 4
+input [ { name: "IN" data_type: TYPE_FP32 dims: [ 4 ] } ]
+output [ { name: "OUT" data_type: TYPE_FP32 dims: [ 4 ] } ]
+ensemble_scheduling { step [
+  { model_name: "add" model_version: -1
+    input_map { key: "INPUT0" value: "IN" } input_map { key: "INPUT1" value: "IN" }
+    output_map { key: "OUTPUT0" value: "MID" } },
+  { model_name: "add" model_version: -1
+    input_map { key: "INPUT0" value: "MID" } input_map { key: "INPUT1" value: "IN" }
+    output_map { key: "OUTPUT0" value: "OUT" } }
+] }
+"""
 PROFILE = [[1, 4], [4, 4], [8, 4]]
 PLAN = (
     [double.tensor(f"INPUT{at}", [-1, 4], profiles=[PROFILE]) for at in range(2)],
@@ -58,6 +70,7 @@ def broker(cuda_sim: CudaEnv, tmp_path_factory: pytest.TempPathFactory) -> Itera
         (repository / name / "backend.py").write_text(BACKEND)
         (repository / name / "1" / "model.plan").write_bytes(double.plan("add", *PLAN, fault=fault))
     models.write_model(repository, "pipe", config=PIPE)
+    models.write_model(repository, "gpu_pipe", config=GPU_PIPE)
     (directory / "run").mkdir()
     with Broker(
         repository,
@@ -149,10 +162,29 @@ def test_a_member_of_an_ensemble_may_be_on_a_gpu(user: Child) -> None:
     user.call("prepare", "pipe", {"IN": "h"}, {"OUT": "h"}, [1, 4])
     for value in (1, 2, 3):
         assert user.call("infer", {"IN": value}, "OUT")[1:] == [2 * value] * 4
+
+
+@pytest.mark.parametrize("model", ["pipe", "gpu_pipe"])
+def test_ensembles_read_and_write_gpu_memory(user: Child, model: str) -> None:
+    """Of a member on the same GPU in place; else copies are counted, of inputs and outputs that are there."""
+    user.call("allocate", "h", "host")
     user.call("allocate", "g", "gpu")
-    user.call("prepare", "pipe", {"IN": "h"}, {"OUT": "g"}, [1, 4])
-    with pytest.raises(InferError, match="ensemble 'pipe' cannot use GPU memory: use create_region"):
-        user.call("infer", {"IN": 1}, "OUT")
+    for source, target in (("g", "g"), ("g", "h"), ("h", "g")):
+        user.call("prepare", model, {"IN": source}, {"OUT": target}, [1, 4])
+        for value in (1, 2, 3):
+            copied, *found = user.call("infer", {"IN": value}, "OUT")
+            assert found == [(2 if model == "pipe" else 3) * value] * 4
+        if (model, source, target) == ("gpu_pipe", "g", "g"):
+            assert copied == 0, "what lies between the steps is the members' to copy"
+
+
+def test_a_step_that_fails_on_gpu_memory_is_that_requests_error(user: Child) -> None:
+    user.call("allocate", "g", "gpu")
+    user.call("prepare", "gpu_pipe", {"IN": "g"}, {"OUT": "g"}, [1, 4])
+    assert user.call("infer", {"IN": 1}, "OUT")[1:] == [3] * 4
+    user.call("unregister", "g")
+    with pytest.raises(InferError, match="Unable to find shared memory region: 'g'"):
+        user.call("run_again")
 
 
 def test_a_region_that_is_unregistered_is_closed_everywhere(broker: Broker, user: Child, cuda_sim: CudaEnv) -> None:

@@ -12,10 +12,12 @@ from __future__ import annotations
 import os
 import threading
 import time
-from typing import Final, final
+from collections.abc import Callable
+from typing import Final, NamedTuple, final
 
 from broker.worker.cuda.streams import end_if_lost
-from shm.admission import EXPIRED
+from broker.worker.plans import Plan
+from shm.admission import EXPIRED, Request
 from shm.cuda.descriptor import CudaEvents
 from shm.cuda.driver import Context, CudaError, make_current
 from shm.cuda.sync import OpenedRing
@@ -23,6 +25,7 @@ from shm.errors import Code, InferError
 from shm.statistics import GPU_WAIT_NS, GPU_WAITS
 
 PATIENCE_NS: Final = 1_000_000_000  # for all requests of a batch together
+IMPATIENCE_NS: Final = 100_000_000  # for a client that was waited for in vain, until an event of it comes in time
 AWAKE_NS: Final = 100_000  # after which the thread sleeps between two looks
 PAUSE_S: Final = 50e-6
 _now = time.monotonic_ns
@@ -33,12 +36,12 @@ _counting = threading.Lock()
 class Events:
     """The ring of one session. `words`: the worker's own, where waits are counted."""
 
-    __slots__ = ("_ended", "_ordinal", "_patient", "_ring", "_words")
+    __slots__ = ("_ended", "_ordinal", "_patience", "_ring", "_words")
 
     def __init__(self, name: str, events: CudaEvents, ordinal: int, words: memoryview) -> None:
         self._ordinal, self._words = ordinal, words
         self._ended = False
-        self._patient = True  # a client that was waited for in vain is not, until an event of it comes in time
+        self._patience = PATIENCE_NS
         events.check(name)
         try:
             with Context(ordinal):
@@ -54,30 +57,42 @@ class Events:
 
         Raises INVALID_ARG for an event that is not, UNAVAILABLE at `until_ns`, or at the request's deadline.
         """
-        make_current(self._ordinal)
-        if self._ring.happened(number - 1):
-            self._patient = True
-            return
         began = _now()
-        ends = until_ns if self._patient else began
+        if self.happened(number, began, began, until_ns, deadline_ns):
+            return
         try:
-            while not self._ring.happened(number - 1):
-                now = _now()
-                if self._ended:
-                    raise InferError(Code.NOT_FOUND, "the events of this request were unregistered")
-                if deadline_ns and now >= deadline_ns:
-                    raise InferError(*EXPIRED)
-                if now >= ends:
-                    self._patient = False
-                    raise _in_vain()
-                if now - began < AWAKE_NS:
+            while not self.happened(number, began, _now(), until_ns, deadline_ns):
+                if _now() - began < AWAKE_NS:
                     os.sched_yield()
                 else:
                     time.sleep(PAUSE_S)
         finally:
-            with _counting:
-                self._words[GPU_WAITS] += 1
-                self._words[GPU_WAIT_NS] += _now() - began
+            self.count(_now() - began)
+
+    def happened(self, number: int, since: int, now: int, until_ns: int, deadline_ns: int) -> bool:
+        """One look, `since` the first. Raises as `wait`."""
+        make_current(self._ordinal)
+        if self._ring.happened(number - 1):
+            self._patience = PATIENCE_NS
+            return True
+        if self._ended:
+            raise InferError(Code.NOT_FOUND, "the events of this request were unregistered")
+        if deadline_ns and now >= deadline_ns:
+            raise InferError(*EXPIRED)
+        if now >= until_ns or now - since >= self._patience:
+            waited, self._patience = self._patience, IMPATIENCE_NS
+            raise InferError(
+                Code.UNAVAILABLE,
+                f"the event of this request did not happen within {waited / 1e9:g} s: submit later, or wait for the "
+                "stream first (order='synchronize')",
+            )
+        return False
+
+    def count(self, waited_ns: int) -> None:
+        """A request has waited."""
+        with _counting:
+            self._words[GPU_WAITS] += 1
+            self._words[GPU_WAIT_NS] += waited_ns
 
     def end(self) -> None:
         """Nobody is to wait any more."""
@@ -92,9 +107,71 @@ class Events:
             end_if_lost(error, "events of a client")
 
 
-def _in_vain() -> InferError:
-    return InferError(
-        Code.UNAVAILABLE,
-        f"the event of this request did not happen within {PATIENCE_NS / 1e9:g} s, or others of this client before it "
-        "did not: submit later, or wait for the stream first (order='synchronize')",
-    )
+def events_of(request: Request, plan: Plan) -> Events:
+    """The ring that the request's event is in. Raises InferError INVALID_ARG if it has none."""
+    if plan.events is None or plan.events.events is None:
+        raise InferError(
+            Code.INVALID_ARG, f"the request names event {request.wait_event - 1}, and its plan no ring of events"
+        )
+    return plan.events.events
+
+
+class _Waiting(NamedTuple):
+    """`since`, `until`: CLOCK_MONOTONIC ns."""
+
+    request: Request
+    events: Events
+    since: int
+    until: int
+    then: Callable[[Exception | None], None]
+
+    def is_over(self, now: int) -> bool:
+        """Has it happened, or failed? Then whoever waits has been told."""
+        try:
+            if not self.events.happened(self.request.wait_event, self.since, now, self.until, self.request.deadline):
+                return False
+        except Exception as error:
+            self.then(error)
+        else:
+            if now > self.since:
+                self.events.count(now - self.since)
+            self.then(None)
+        return True
+
+
+@final
+class Waiters:
+    """Requests that begin when their events have happened, for what has no instance that could wait: ensembles.
+
+    One thread looks at all of them while there are any.
+    """
+
+    __slots__ = ("_at_work", "_lock", "_waiting")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: list[_Waiting] = []
+        self._at_work = False
+
+    def add(self, request: Request, plan: Plan, then: Callable[[Exception | None], None]) -> None:
+        """Call `then` on another thread, with what went wrong. Raises InferError, RuntimeError if nothing will be."""
+        events, now = events_of(request, plan), _now()
+        with self._lock:
+            if not self._at_work:
+                threading.Thread(target=self._look, name="events", daemon=True).start()
+                self._at_work = True
+            self._waiting.append(_Waiting(request, events, now, now + PATIENCE_NS, then))
+
+    def _look(self) -> None:
+        while True:
+            with self._lock:
+                waiting = list(self._waiting)
+                if not waiting:
+                    self._at_work = False
+                    return
+            over = [each for each in waiting if each.is_over(_now())]
+            with self._lock:
+                for each in over:
+                    self._waiting.remove(each)
+            if not over:
+                time.sleep(PAUSE_S)

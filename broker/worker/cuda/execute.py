@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 from broker.worker.assembly import Row
-from broker.worker.cuda.events import PATIENCE_NS
+from broker.worker.cuda.events import PATIENCE_NS, events_of
 from broker.worker.cuda.gpu_runs import Batches, count_moved, run_alone, run_together
 from broker.worker.cuda.mirrors import Mirrors
 from broker.worker.cuda.streams import Lane, end_if_lost
@@ -27,7 +27,6 @@ from broker.worker.running import fail
 from shm import datatypes
 from shm.admission import Request
 from shm.cuda.driver import CudaError, devices
-from shm.errors import Code, InferError
 
 OnHost = Callable[[Instance, list[Request], Sequence[Row]], None]
 _now = time.monotonic_ns
@@ -83,7 +82,7 @@ class CudaRunner:
                 window.begin()
                 held.append(window)
             if request.wait_event:
-                _await_producer(request, patience)
+                events_of(request, _plan(request)).wait(request.wait_event, patience, request.deadline)
         except Exception as error:
             for window in held:
                 window.finish()
@@ -152,15 +151,6 @@ class CudaRunner:
         if isinstance(error, CudaError):
             end_if_lost(error, f"model '{instance.model.name}'")
         fail(instance, request, error, began)
-
-
-def _await_producer(request: Request, patience: int) -> None:
-    ring = _plan(request).events
-    if ring is None or ring.events is None:
-        raise InferError(
-            Code.INVALID_ARG, f"the request names event {request.wait_event - 1}, and its plan no ring of events"
-        )
-    ring.events.wait(request.wait_event, patience, request.deadline)
 
 
 def _plan(request: Request) -> Plan:

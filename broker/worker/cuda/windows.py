@@ -11,9 +11,9 @@ from typing import final
 from broker.worker.cuda.events import Events
 from broker.worker.cuda.mirrors import Mirror, Mirrors
 from broker.worker.cuda.regions import CudaRegion, CudaRegions
-from broker.worker.cuda.streams import end_if_lost
+from broker.worker.cuda.streams import Bytes, address, end_if_lost
 from broker.worker.messages import AddRegion
-from shm.cuda.driver import CudaError, devices, find_device
+from shm.cuda.driver import CudaError, call, devices, find_device, make_current
 from shm.errors import Code, InferError
 from shm.statistics import GPU_CLOSES, GPU_EVICTIONS, GPU_OPEN_BYTES, GPU_OPENS
 
@@ -67,6 +67,26 @@ class Window:
     def finish(self) -> None:
         """The request has ended, the GPU is done with it."""
         self._table.finish(self._region)
+
+    def read(self, start: int, into: Bytes) -> None:
+        """Copy from its bytes at `start`, complete. Raises InferError NOT_FOUND if its memory is gone."""
+        self._copy("cuMemcpyDtoH", address(into), self.pointer + start, into.size)
+
+    def write(self, start: int, source: Bytes) -> None:
+        """Copy to its bytes at `start`, complete. Raises as `read`."""
+        self._copy("cuMemcpyHtoD", self.pointer + start, address(source), source.size)
+
+    def _copy(self, function: str, to: int, source: int, byte_size: int) -> None:
+        self.begin()
+        try:
+            make_current(self.ordinal)
+            if byte_size:
+                call(function, to, source, byte_size)
+        except CudaError as error:
+            end_if_lost(error, "a copy for an ensemble")
+            raise
+        finally:
+            self.finish()
 
     def close(self) -> None:
         """No plan names it, nothing runs on it: close the memory, if it is the last of its allocation."""
