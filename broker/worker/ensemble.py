@@ -17,14 +17,16 @@ from broker.worker.decoupled import taker_of
 from broker.worker.ensemble_flow import Branch, Flow
 from broker.worker.ensemble_graph import Gates, Graph
 from broker.worker.ensemble_inline import chain_of
-from broker.worker.ensemble_memory import Prepared, Value
+from broker.worker.ensemble_memory import Outputs, Prepared, Value
 from broker.worker.ensemble_run import Run, Submit
 from broker.worker.execute import run_batch
 from broker.worker.model import LoadedModel
 from broker.worker.plans import Plan
+from broker.worker.undelivered import Undelivered, lost
 from shm import statistics
 from shm.admission import EXPIRED, Request
 from shm.errors import Code, InferError
+from shm.layout import SEQUENCE_AGAIN, SEQUENCE_START
 
 if TYPE_CHECKING:
     from broker.worker.cuda.events import Waiters
@@ -60,6 +62,7 @@ class Ensemble:
         self._lock = threading.Lock()
         limit = model.config.ensemble.max_inflight_requests
         self._gates = Gates(limit) if limit else None
+        self._undelivered: Undelivered[Outputs] = Undelivered()
         self._following: deque[Request] = deque()  # they are in, and not queued yet
         self._passing = False
         self._epoch = 0
@@ -192,6 +195,26 @@ class Ensemble:
             while bindings and (len(bindings) >= MAX_PREPARED or sum(each.kept for each in bindings.values()) > room):
                 del bindings[next(iter(bindings))]
             bindings[self._key(request)] = prepared
+
+    def keep_undelivered(self, request: Request, outputs: Outputs) -> None:
+        """A sequence's step has run, and its client had too little room for what it gave."""
+        assert isinstance(request.plan, Plan)
+        with self._lock:
+            self._undelivered.keep((request.plan.owner, request.sequence_id), outputs)
+
+    def undelivered(self, request: Request) -> Outputs | None:
+        """What `request`, a step of a sequence, asks for once more: that has run. None: it is to run.
+
+        Raises InferError if it has run and is not kept any more.
+        """
+        assert isinstance(request.plan, Plan)
+        with self._lock:
+            kept = self._undelivered.take((request.plan.owner, request.sequence_id))
+        if not request.flags & SEQUENCE_AGAIN:
+            return None  # something newer came
+        if kept is None and not request.flags & SEQUENCE_START:
+            raise InferError(*lost(self.model.name, request.sequence_id))
+        return kept
 
     def at_once(self, plan: Plan, request: Request) -> Prepared | None:
         """What an earlier run on the same position left, for a run during which nobody else can want it."""

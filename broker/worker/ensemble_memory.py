@@ -32,6 +32,22 @@ class Value(NamedTuple):
     byte_size: int
 
 
+class Outputs(NamedTuple):
+    """What a run has given, in copies."""
+
+    values: dict[str, Value]
+    byte_size: int
+
+    @staticmethod
+    def copied(values: Mapping[str, Value]) -> Outputs:
+        """Of these tensors."""
+        copies = {
+            name: of_bytes(each.datatype, each.shape, each.region.bytes[each.offset : each.offset + each.byte_size])
+            for name, each in values.items()
+        }
+        return Outputs(copies, byte_size_of(copies))
+
+
 class Prepared:
     """Plans and memory of a run on one position of a client's plan, for one such run after the other.
 

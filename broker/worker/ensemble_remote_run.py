@@ -56,7 +56,7 @@ class SpreadRun(Run):
             byte_size = rooms[name]
         else:
             byte_size = rooms[name] = 1 << (byte_size - 1).bit_length()
-        if member.sequences or not member.retry:
+        if not (step.sequence_id or member.retry):  # of a sequence's step what it gave is asked for, it does not run
             return None
         prepared, model = self._prepared, self._members[at]
         asked = Asked(self._request, self._plan, self._ensemble.model, prepared)

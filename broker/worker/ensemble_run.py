@@ -16,13 +16,14 @@ import numpy as np
 
 from broker.worker.cache import Output, Response
 from broker.worker.ensemble_graph import Progress
-from broker.worker.ensemble_memory import Prepared, Value, fitted, not_fitting, of_client, private
+from broker.worker.ensemble_memory import Outputs, Prepared, Value, fitted, not_fitting, of_client, private
 from broker.worker.ensemble_steps import Asked, plan_of, told
 from broker.worker.model import LoadedModel
 from broker.worker.plans import Bytes, PlacedTensor, Plan
 from broker.worker.running import check_sizes
 from shm.admission import EXPIRED, Request
-from shm.errors import Code, InferError, as_infer_error, too_small
+from shm.errors import Code, InferError, as_infer_error, is_too_small, too_small
+from shm.layout import SEQUENCE_AGAIN
 
 if TYPE_CHECKING:
     from broker.worker.ensemble import Ensemble
@@ -93,12 +94,15 @@ class Run(Withdrawable):
     def begin(self) -> None:
         """Queue the steps that need nothing from others."""
         self._ensemble.started()
+        ready: list[int] = []
         try:
-            self._members = self._ensemble.pin(self._prepared.needed.steps)
-            self._read()
+            if not (self._request.sequence_id and self._has_run()):
+                self._members = self._ensemble.pin(self._prepared.needed.steps)
+                self._read()
+                ready = self._progress.begin()
         except Exception as error:
             self._fail(error)
-        self._queue(self._progress.begin())
+        self._queue(ready)
         self._advance()
 
     def refuse(self, error: Exception) -> None:
@@ -194,6 +198,18 @@ class Run(Withdrawable):
             self._submit(ready)
             self.look()
 
+    def _has_run(self) -> bool:
+        """Is it a step of a sequence that has run, and whose answer had no room? Then all that it gave is here."""
+        kept = self._ensemble.undelivered(self._request)
+        if kept is None:
+            return False
+        for tensor in self._plan.outputs:
+            if tensor.name not in kept.values:
+                text = f"output '{tensor.name}' was not asked for when this step was run"
+                raise InferError(Code.INVALID_ARG, text)
+        self._values = dict(kept.values)
+        return True
+
     def _read(self) -> None:
         """The client's tensors, as the ensemble has them."""
         request, model = self._request, self._ensemble.model
@@ -228,7 +244,8 @@ class Run(Withdrawable):
             self._ensemble.adopt(plan, member)
             prepared.sources[at] = given
             prepared.chain = None
-        entry = (*client.entry[:4], 0, 0, plan.rows, *client.entry[7:10], 0, *client.entry[11:])  # its event happened
+        head, (sequence_id, flags, priority, _, *rest) = client.entry[:4], client.entry[7:]  # its event happened
+        entry = (*head, 0, 0, plan.rows, sequence_id, flags & ~SEQUENCE_AGAIN, priority, 0, *rest)
         request = Request(self, at, entry, plan, _now())
         request.deadline = client.deadline  # a `timeout` of Triton's is its member's queue to judge
         request.started = True
@@ -277,6 +294,9 @@ class Run(Withdrawable):
                 self._deliver()
             except Exception as error:
                 self._fail(error)
+                if request.sequence_id and isinstance(error, InferError) and is_too_small(error.message):
+                    given = {tensor.name: self._values[tensor.name] for tensor in self._plan.outputs}
+                    self._ensemble.keep_undelivered(request, Outputs.copied(given))
         self._ensemble.unpin(self._members)
         if not request.code:  # what a run that failed has left would have to be looked through
             self._ensemble.keep(self._plan, request, self._prepared)

@@ -54,7 +54,7 @@ class Sequences:
         self._quiet: OrderedDict[Line, None] = OrderedDict()  # those that can time out, the longest idle first
         self._dropped: dict[Request, Verdict] = {}  # they leave by `late`
         self._again: set[Request] = set()  # those that wait to run once more: they have begun, and leave by `done` only
-        self._undelivered = Undelivered()
+        self._undelivered: Undelivered[Kept] = Undelivered()
         self.endings = endings.Endings(instances)
         self._waiting = 0
         self._until = 0  # draining: when it is over

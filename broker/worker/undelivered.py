@@ -2,14 +2,15 @@
 
 To run the step once more instead would take the sequence a step too far, in models that keep the state themselves.
 `broker.worker.assembled` makes a `Kept` of such a result, `broker.worker.sequences` keeps and finds it under the
-scheduler's lock, and `broker.worker.intake` hands it over. The client's part is the flag SEQUENCE_AGAIN.
+scheduler's lock, and `broker.worker.intake` hands it over. Ensembles keep their own results (`ensemble_run`), so that
+none of their steps runs again. The client's part is the flag SEQUENCE_AGAIN.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, Final, final
+from typing import Any, Final, Generic, Protocol, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -40,20 +41,31 @@ class Kept:
         self.byte_size = sum(array.nbytes for array in (*self.outputs.values(), *self.states.values()))
 
 
+class Sized(Protocol):
+    """What is kept."""
+
+    @property
+    def byte_size(self) -> int:
+        """Of memory."""
+
+
+K = TypeVar("K", bound=Sized)
+
+
 @final
-class Undelivered:
+class Undelivered(Generic[K]):
     """The latest of each sequence of a model."""
 
     __slots__ = ("_bytes", "_kept")
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[Key, Kept] = OrderedDict()
+        self._kept: OrderedDict[Key, K] = OrderedDict()
         self._bytes = 0
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, key: Key, kept: Kept) -> None:
+    def keep(self, key: Key, kept: K) -> None:
         """The oldest go where it would be too much; one that is too large is not kept."""
         self.take(key)
         if kept.byte_size > MAX_BYTES:
@@ -63,7 +75,7 @@ class Undelivered:
         while len(self._kept) > MAX_KEPT or self._bytes > MAX_BYTES:
             self.take(next(iter(self._kept)))
 
-    def take(self, key: Key) -> Kept | None:
+    def take(self, key: Key) -> K | None:
         """It is asked for, or something newer came of its sequence."""
         kept = self._kept.pop(key, None)
         if kept is not None:

@@ -224,10 +224,19 @@ class Workbench:
         self.plans.append(plan)
         return plan
 
-    def ask(self, plan: Plan, position: int, given: Mapping[str, np.ndarray], rows: int = 0, deadline: int = 0):
-        """A request on one position, begun."""
+    def ask(
+        self,
+        plan: Plan,
+        position: int,
+        given: Mapping[str, np.ndarray],
+        rows: int = 0,
+        deadline: int = 0,
+        sequence: tuple[int, int] = (0, 0),
+    ):
+        """A request on one position, begun. `sequence`: id and flags."""
         self._give(plan, position, given)
-        request = Request(self.client, 0, self._entry(plan, position, rows, deadline), plan, 1)
+        entry = self._entry(plan, position, rows, deadline)
+        request = Request(self.client, 0, (*entry[:7], *sequence, *entry[9:]), plan, 1)
         assert take_in([request]) == []
         return request
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from broker.repository.scheduling import Step
 from broker.worker import ensemble_remote, ensemble_remote_pool, ensemble_remote_prepared
 from shm.errors import Code
+from shm.layout import SEQUENCE_AGAIN, SEQUENCE_START
 from shm.recovery import TWICE
 from tests.fakes.elsewhere import SpreadBench
 from tests.fakes.ensembles import WIDTH, ensemble_config, model_config
@@ -155,10 +156,9 @@ def test_an_output_larger_than_its_room_runs_again_with_more(bench, monkeypatch)
     assert len(bench.session.plans) == 1
 
 
-@pytest.mark.parametrize("more", [{"retry": False}, {"sequences": True}])
-def test_what_may_not_run_twice_fails_once_for_want_of_room(bench, monkeypatch, more):
+def test_what_may_not_run_twice_fails_once_for_want_of_room(bench, monkeypatch):
     monkeypatch.setattr(ensemble_remote_prepared, "ROOM", 4)
-    model = chain(bench, {1}, dims=(-1,), **more)
+    model = chain(bench, {1}, dims=(-1,), retry=False)
     plan = bench.plan(model, (4, WIDTH), ["OUT"])
     request = bench.ask(plan, 0, ones(4), rows=4)
     bench.drain()
@@ -166,6 +166,25 @@ def test_what_may_not_run_twice_fails_once_for_want_of_room(bench, monkeypatch, 
     assert b"step 1: model 'm1'" in request.note
     request = bench.ask(plan, 0, ones(4), rows=4)  # there is room now
     bench.drain()
+    assert answer(bench, request) == 4
+
+
+def test_what_a_sequence_s_step_gave_is_asked_for_again_and_the_step_not_run_again(bench, monkeypatch):
+    monkeypatch.setattr(ensemble_remote_prepared, "ROOM", 4)
+    model = chain(bench, {1}, dims=(-1,), retry=False, sequences=True)
+    plan = bench.plan(model, (4, WIDTH), ["OUT"])
+    request = bench.ask(plan, 0, ones(4), rows=4, sequence=(7, SEQUENCE_START))
+    flags = []
+    while bench.queue:
+        flags.append((bench.queue[0].slot, bench.queue[0].flags))
+        bench.begin(0)
+        bench.end(0)
+    assert flags == [
+        (0, SEQUENCE_START),
+        (1, SEQUENCE_START),
+        (1, SEQUENCE_START | SEQUENCE_AGAIN),
+        (2, SEQUENCE_START),
+    ]
     assert answer(bench, request) == 4
 
 

@@ -1,16 +1,19 @@
-"""Steps of an ensemble in a member that has sequences: what is taken back there ends its sequence."""
+"""Sequences through ensembles: what is taken back ends its sequence, what had no room is not run again."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from broker.repository.scheduling import SequenceBatching, Step
 from broker.worker.intake import take_in
 from broker.worker.strategies import OldestSequences
 from shm.admission import Request
-from shm.layout import SEQUENCE_START
+from shm.errors import Code
+from shm.layout import SEQUENCE_AGAIN, SEQUENCE_END, SEQUENCE_START
+from tests.fakes import ensembles
 from tests.fakes.ensembles import WIDTH, Workbench, ensemble_config, model_config
 
 
@@ -45,3 +48,67 @@ def test_a_step_that_is_taken_back_ends_its_sequence(bench):
     verdict = queue.add(follower, 3)
     assert verdict is not None
     assert "must specify the START flag" in verdict[1]
+
+
+class Growing:
+    """Ensemble E, whose member gives as many numbers as it is told; a client's plans have room for 64, or for 1024."""
+
+    def __init__(self, bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bench = bench
+        bench.load(model_config("m", ["x0"], ["y0"], 0, (-1,), backend="counts"))
+        steps = [Step(model_name="m", input_map={"x0": "IN"}, output_map={"y0": "OUT"})]
+        model = bench.load(ensemble_config("E", steps, ["IN"], ["OUT"], 0, (-1,)))
+        self.plans = []
+        for room in (256, 4096):
+            monkeypatch.setattr(ensembles, "ROOM", room)
+            self.plans.append(bench.plan(model, (1,), ["OUT"], is_open=True))
+            self.plans[-1].owner = 3
+        self.ran = 0
+
+    def ask(self, count: int, flags: int, number: int = 7, wide: bool = False) -> Request:
+        given = {"IN": np.array([count], np.float32)}
+        request = self.bench.ask(self.plans[wide], 0, given, sequence=(number, flags))
+        self.ran += len(self.bench.queue)
+        self.bench.drain()
+        return request
+
+    def count(self, request: Request) -> int:
+        return int(self.bench.client.found[request]["OUT"].size)
+
+
+@pytest.fixture
+def growing(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> Growing:
+    return Growing(bench, monkeypatch)
+
+
+@pytest.mark.parametrize("flags", [0, SEQUENCE_START, SEQUENCE_END])
+def test_a_step_whose_answer_had_no_room_is_asked_for_again_and_not_run_again(growing, flags):
+    assert b"output 'OUT' (256 bytes) should be at least 400 bytes" in growing.ask(100, flags).note
+    again = growing.ask(1, flags | SEQUENCE_AGAIN, wide=True)
+    assert (growing.ran, growing.count(again)) == (1, 100)
+    assert growing.count(growing.ask(5, 0)) == 5
+    assert growing.ran == 2
+
+
+def test_it_is_that_of_the_sequence_and_of_its_latest_step(growing):
+    growing.ask(100, SEQUENCE_START)
+    other = growing.ask(1, SEQUENCE_AGAIN, number=8, wide=True)
+    assert b"has run, and its result did not fit and is not kept any more" in other.note
+    growing.ask(200, 0)
+    assert growing.count(growing.ask(1, SEQUENCE_AGAIN, wide=True)) == 200
+    growing.ask(100, 0)
+    assert growing.count(growing.ask(9, 0)) == 9
+    assert growing.ask(1, SEQUENCE_AGAIN, wide=True).code == Code.UNAVAILABLE, "others came behind it"
+    assert growing.ran == 4
+
+
+def test_a_start_of_which_nothing_is_kept_runs(growing):
+    assert growing.count(growing.ask(9, SEQUENCE_START | SEQUENCE_AGAIN, wide=True)) == 9
+    assert growing.ran == 1
+
+
+def test_what_does_not_fit_again_is_kept_again(growing):
+    growing.ask(100, SEQUENCE_START)
+    assert b"should be at least 400 bytes" in growing.ask(1, SEQUENCE_AGAIN).note
+    assert growing.count(growing.ask(1, SEQUENCE_AGAIN, wide=True)) == 100
+    assert growing.ran == 1
