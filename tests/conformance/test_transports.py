@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import http.client
 import json
 import logging
@@ -17,9 +18,12 @@ import sys
 import numpy as np
 import posix_ipc
 import pytest
+import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
+from tritonclient.utils import InferenceServerException
 
 import clientlib
+from broker.gpus import driver_is_there
 from shm.errors import InferError
 from tests.fakes.gateways import url_of
 
@@ -135,6 +139,19 @@ def test_tritons_client_quotes_names(broker):
             assert client.get_system_shared_memory_status() == []
     finally:
         posix_ipc.unlink_shared_memory(key)
+
+
+@pytest.mark.skipif(driver_is_there(), reason="there may be a GPU")
+def test_tritons_client_hears_why_there_is_no_cuda(broker):
+    """Triton's two texts for it, and the reason."""
+    with triton_grpc.InferenceServerClient(f"127.0.0.1:{broker.ports['grpc']}") as client:
+        for size, words in (
+            (1, "region: invalid args: "),
+            (64, "CUDA shared memory region: 'g', GPUs not supported: "),
+        ):
+            with pytest.raises(InferenceServerException) as caught:
+                client.register_cuda_shared_memory("g", base64.b64encode(bytes(size)), 0, 64)
+            assert f"{words}CUDA is not available: NVIDIA's driver library" in str(caught.value)
 
 
 class TestErrors:

@@ -94,7 +94,7 @@ def _json_reason(error: Exception) -> str:
         return f"the config is no JSON: {error}"
     if isinstance(error, RecursionError):
         return "the config is nested too deeply"
-    reason = re.sub(r"\.[.\s]+$", ".", str(error))
+    reason = re.sub(r"\.[.\s]+$", ".", str(error).partition("\n Available Fields")[0])
     for pattern, plain in _PYTHONS_WORDS:
         reason = pattern.sub(plain, reason)
     return (reason[:300] or type(error).__name__) + _json_advice(reason)
