@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -18,8 +19,10 @@ from broker.repository.config import ModelConfig, RemoteMember
 from broker.repository.ensembles import members
 
 
-def misfit(catalogue: Catalogue, config: ModelConfig) -> str:
-    """Why an ensemble cannot be served with its members as they are (Triton's text), or ""."""
+def misfit(catalogue: Catalogue, config: ModelConfig, coming: Mapping[str, ModelConfig] = MappingProxyType({})) -> str:
+    """Why an ensemble cannot be served with its members as they are (Triton's text), or "". `coming`: what is loaded
+    with it.
+    """
     configs: dict[str, ModelConfig] = {}
     failures: dict[str, str] = {}
     loaded: dict[str, tuple[int, ...]] = {}
@@ -32,7 +35,7 @@ def misfit(catalogue: Catalogue, config: ModelConfig) -> str:
             reasons = (version.reason for version in model.versions.values() if version.state == UNAVAILABLE)
             failed = (reason for reason in reasons if reason and not reason.startswith(UNLOADED))
             failures[name] = model.failure or next(failed, "")
-    return ensembles.misfit(replace(config, worker=""), configs, failures, loaded)
+    return ensembles.misfit(replace(config, worker=""), configs, failures, loaded, coming)
 
 
 def as_members_are(catalogue: Catalogue, config: ModelConfig) -> ModelConfig:

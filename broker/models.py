@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import final
 
 from msgspec.structs import replace
@@ -152,7 +153,7 @@ class Models(Catalogue):
 
         async def serve(config: ModelConfig) -> None:
             async with self._turns.of(config.name):
-                await self._serve(config)
+                await self._serve(config, coming=found)
 
         async def load(config: ModelConfig) -> None:
             nonlocal done
@@ -305,14 +306,16 @@ class Models(Catalogue):
 
     # --- one model -------------------------------------------------------------------------------------------------
 
-    async def _serve(self, config: ModelConfig, files: str = "") -> dict[int, str]:
+    async def _serve(
+        self, config: ModelConfig, files: str = "", coming: Mapping[str, ModelConfig] = MappingProxyType({})
+    ) -> dict[int, str]:
         """With its turn: load what `config` says. Returns why versions failed."""
         model = self.known.setdefault(config.name, Model())
         model.failure = "" if config.versions else "Not loaded: No model version was found"
         if config.ensemble is None:
             self._ensembles.pop(config.name, None)
             return await self._life.serve(config, files)
-        problem, serves = misfit(self, config), self.serving(config.name) is not None
+        problem, serves = misfit(self, config, coming), self.serving(config.name) is not None
         if not (problem and serves):  # else what serves goes on
             self._ensembles[config.name] = config
         if not problem:

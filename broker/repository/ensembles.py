@@ -8,7 +8,8 @@ has one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import NamedTuple, final
 
 from broker.repository.config import ModelConfig, TensorConfig
@@ -74,19 +75,23 @@ def misfit(
     configs: Mapping[str, ModelConfig],
     failures: Mapping[str, str],
     loaded: Mapping[str, tuple[int, ...]] | None = None,
+    coming: Mapping[str, ModelConfig] = MappingProxyType({}),
 ) -> str:
     """Triton's text of why an ensemble cannot be served with its members as they are, or "".
 
     `configs`: model → its configuration, of every model that serves (or would). `failures`: model → why it does not, ""
-    if it was unloaded. `loaded`: model → its versions that serve; None: all that it has.
+    if it was unloaded. `loaded`: model → its versions that serve; None: all that it has. `coming`: those that are about
+    to be loaded.
     """
     assert config.ensemble is not None
+    known = {**coming, **configs, config.name: config}
+    if problem := cycle(
+        config.name, {name: each.ensemble for name, each in known.items() if each.ensemble is not None}
+    ):
+        return problem
     wanted = members(config.ensemble)
     if absent := [name for name in wanted if name not in configs and name not in failures and name != config.name]:
         return f"ensemble {config.name} contains models that are not available or ambiguous: {', '.join(absent)}"
-    ensembles = {name: each.ensemble for name, each in configs.items() if each.ensemble is not None}
-    if problem := cycle(config.name, {**ensembles, config.name: config.ensemble}):
-        return problem
     if loaded is None:
         loaded = {name: tuple(each.versions) for name, each in configs.items()}
     try:
@@ -198,33 +203,34 @@ def is_decoupled(config: ModelConfig, configs: Mapping[str, ModelConfig]) -> boo
 
 def _check_responses(config: ModelConfig, ensemble: Ensemble, configs: Mapping[str, ModelConfig]) -> None:
     """A step may read what follows from one response of one decoupled member, or of one after the other: of two side by
-    side, nothing says which response of the one belongs to which of the other. So it is with the ensemble's outputs.
+    side, nothing says which response of the one belongs to which of the other. So it is with the ensemble's outputs,
+    which Triton calls a step of the ensemble itself.
     """
     writer = {tensor: at for at, step in enumerate(ensemble.step) for tensor in step.output_map.values()}
     known: dict[int, frozenset[int]] = {}
 
-    def behind(tensors: Iterable[str], reader: str) -> frozenset[int]:
+    def behind(tensors: Collection[str], reader: str) -> frozenset[int]:
         """The decoupled steps that these tensors follow from."""
         found = [written(writer[tensor]) for tensor in tensors if tensor in writer]
         most = max(found, key=len, default=frozenset())
         if any(not each <= most for each in found):
             raise InferError(
                 Code.INVALID_ARG,
-                f"in ensemble {config.name}, {reader} from responses of decoupled models that do not follow from each "
-                "other: which response belongs to which is not defined",
+                f"in ensemble {config.name}, step of model '{reader}' receives inputs originated from different "
+                f"decoupled models: of {', '.join(map(repr, tensors))}, which response belongs to which is not defined",
             )
         return most
 
     def written(at: int) -> frozenset[int]:
         if at not in known:
             step = ensemble.step[at]
-            most = behind(step.input_map.values(), f"step {at} (model {step.model_name}) reads")
+            most = behind(step.input_map.values(), step.model_name)
             known[at] = most | {at} if configs[step.model_name].decoupled else most
         return known[at]
 
     for at in range(len(ensemble.step)):
         written(at)
-    behind((tensor.name for tensor in config.output), "the outputs come")
+    behind([tensor.name for tensor in config.output], config.name)
 
 
 def workers_of(config: ModelConfig, configs: Mapping[str, ModelConfig]) -> tuple[str, ...]:

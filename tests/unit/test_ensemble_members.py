@@ -79,6 +79,11 @@ def test_what_keeps_an_ensemble_from_serving(catalogue, repository):
     write_ensemble(repository, "pair", "above", "a")
     problem = misfit(catalogue, config(repository, "pair"))
     assert problem.startswith("circular dependency between ensembles: ")
+    for name in ("pair", "above"):
+        catalogue.known.pop(name, None)
+    circle = {name: config(repository, name) for name in ("pair", "above")}  # loaded together, neither serves
+    said = "circular dependency between ensembles: above -> ... -> pair -> above"
+    assert misfit(catalogue, circle["above"], circle) == said
 
 
 def test_check_compares_ensembles_with_their_members(repository, capsys):
