@@ -59,6 +59,52 @@ class Run:
     def results(self):
         return [self.value]
 """
+GROWS = """
+import numpy as np
+
+
+def load(context):
+    return Model()
+
+
+class Model:
+    '''Answers with how many steps a sequence has had, as often as it is asked to.'''
+
+    def __init__(self):
+        self.steps = 0  # one sequence at a time
+
+    def bind(self, inputs, outputs):
+        named = {operand.name: operand for operand in inputs}
+        return Run(self, named["x"], named["start"], named["ready"])
+
+    def close(self):
+        pass
+
+
+class Run:
+    def __init__(self, model, x, start, ready):
+        self.model, self.x, self.start, self.ready = model, x, start, ready
+
+    def run(self):
+        if self.ready.memory.view("int32")[0]:
+            self.model.steps = 1 if self.start.memory.view("int32")[0] else self.model.steps + 1
+        size = int(self.x.memory.view("float32")[0])
+        self.value = np.full((1, size), self.model.steps, np.float32)
+
+    def results(self):
+        return [self.value]
+"""
+CONTROLS = ", ".join(
+    f'{{ name: "{kind.lower()}" control {{ kind: CONTROL_SEQUENCE_{kind} int32_false_true: [ 0, 1 ] }} }}'
+    for kind in ("START", "READY")
+)
+GROWING = f"""
+backend: "grows"
+max_batch_size: 1
+input {{ name: "x" data_type: TYPE_FP32 dims: [ 1 ] }}
+output {{ name: "y" data_type: TYPE_FP32 dims: [ -1 ] }}
+sequence_batching {{ max_sequence_idle_microseconds: 60000000 direct {{ }} control_input [ {CONTROLS} ] }}
+"""
 CONFIG = """
 backend: "told"
 max_batch_size: 4
@@ -96,6 +142,9 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
         (root / "models" / name / "1").mkdir(parents=True)
         (root / "models" / name / "config.pbtxt").write_text(CONFIG + batching)
         (root / "models" / name / "backend.py").write_text(BACKEND)
+    (root / "models" / "grows" / "1").mkdir(parents=True)
+    (root / "models" / "grows" / "config.pbtxt").write_text(GROWING)
+    (root / "models" / "grows" / "backend.py").write_text(GROWS)
     (root / "run").mkdir(mode=0o700)
     flags = ["--model-control-mode=explicit", "--load-model=*"]
     with Gateway(root / "models", root / "run", *flags) as broker:
@@ -197,3 +246,44 @@ def test_a_decoupled_model_with_ids_that_are_strings(broker: Gateway) -> None:
         assert ended.get(timeout=20).as_numpy("y").tolist() == [[2]]
         eventually(lambda: told(broker, "stream") == ["door end"])
         client.stop_stream()
+
+
+def steps_natively(broker: Gateway, sizes: list[int]) -> list[Any]:
+    with clientlib.connect(broker.directory) as client:
+        region = client.create_region("x", 64)
+        x = region.array((1, 1), np.float32)
+        plan = client.prepare("grows", {"x": region.tensor((1, 1), "FP32")})
+        given = []
+        for at, size in enumerate(sizes):
+            x[...] = size
+            result = plan.infer(sequence_id=3, sequence_start=at == 0, sequence_end=at == len(sizes) - 1, timeout=20)
+            given.append(result["y"].copy())
+        return given
+
+
+def steps_of_triton(module: Any, wire: str) -> Any:
+    def steps(broker: Gateway, sizes: list[int]) -> list[Any]:
+        given = []
+        with module.InferenceServerClient(url_of(broker, wire).split("//")[1]) as client:
+            for at, size in enumerate(sizes):
+                x = module.InferInput("x", [1, 1], "FP32")
+                x.set_data_from_numpy(np.full((1, 1), size, np.float32))
+                start, end = at == 0, at == len(sizes) - 1
+                result = client.infer("grows", [x], sequence_id=4, sequence_start=start, sequence_end=end)
+                given.append(result.as_numpy("y"))
+        return given
+
+    return steps
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [steps_natively, steps_of_triton(triton, "http"), steps_of_triton(triton_grpc, "grpc")],
+    ids=["native", "http", "grpc"],
+)
+def test_a_step_whose_result_had_no_room_is_not_taken_twice(broker: Gateway, steps: Any) -> None:
+    """The model keeps the state itself: it counts. Each result is larger than all before, the last one, too."""
+    sizes = [10_000 * 4**at for at in range(4)]
+    given = steps(broker, sizes)
+    assert [array.shape for array in given] == [(1, size) for size in sizes]
+    assert [set(array.ravel()) for array in given] == [{1}, {2}, {3}, {4}]
