@@ -295,14 +295,19 @@ class Run(Withdrawable):
             except Exception as error:
                 self._fail(error)
                 if request.sequence_id and isinstance(error, InferError) and is_too_small(error.message):
-                    given = {tensor.name: self._values[tensor.name] for tensor in self._plan.outputs}
-                    self._ensemble.keep_undelivered(request, Outputs.copied(given))
+                    self._keep_undelivered()
         self._ensemble.unpin(self._members)
         if not request.code:  # what a run that failed has left would have to be looked through
             self._ensemble.keep(self._plan, request, self._prepared)
         self._ensemble.ended(request, _now() - self._began)
         request.sequence = None
         self._publish()
+
+    def _keep_undelivered(self) -> None:
+        """Its steps must not run twice, and this is no memory of the client's, nor a GPU's."""
+        given = {tensor.name: self._values[tensor.name] for tensor in self._plan.outputs}
+        if all(value.region.gpu is None for value in given.values()):
+            self._ensemble.keep_undelivered(self._request, Outputs.copied(given))
 
     # --- the answer ---------------------------------------------------------------------------------------------
 

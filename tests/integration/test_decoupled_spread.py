@@ -81,7 +81,7 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
     spread.ensemble(root, "twice", inputs, ["OUT INT32 1", "IDX UINT32 1"], *steps, batch=0)
     steps = (through("one", "IN", "a"), through("wide", "a", "OUT"))
     spread.ensemble(root, "either", ["IN INT32 1"], ["OUT INT32 1"], *steps, batch=0)
-    with Broker(root, tmp_path_factory.mktemp("run")) as broker:
+    with Broker(root, tmp_path_factory.mktemp("run"), "--model-control-mode=explicit", "--load-model=*") as broker:
         yield broker.ready()
 
 
@@ -103,8 +103,12 @@ def worker(broker: Broker, key: str) -> dict:
     return next(row for row in broker.status()["workers"] if row["key"] == key)
 
 
-def kill(broker: Broker, key: str) -> None:
-    kill_new(lambda: worker(broker, key)["pid"] if worker(broker, key)["state"] == "ready" else 0, set())
+def kill(broker: Broker, key: str, gone: set[int]) -> None:
+    def named() -> int:
+        row = worker(broker, key)
+        return int(row["pid"]) if row["state"] == "ready" else 0
+
+    kill_new(named, gone)
 
 
 @pytest.mark.parametrize("name", ["far", "behind"])
@@ -180,7 +184,7 @@ def test_a_reader_that_is_slow_holds_the_member_back_and_loses_nothing(client):
 def test_a_death_in_the_middle_ends_it_after_what_came_before(broker, client, key):
     stream = client.stream("far", act(100_000, delay_ms=2), outputs=["INDEX"], timeout=60)
     came = [int(next(stream)["INDEX"][0]) for _ in range(5)]
-    kill(broker, key)
+    kill(broker, key, set())
     with pytest.raises(InferError, match="died while it ran this request, after its first response"):
         came.extend(int(each["INDEX"][0]) for each in stream)
     assert came == list(range(len(came)))
@@ -191,7 +195,7 @@ def test_a_death_in_the_middle_ends_it_after_what_came_before(broker, client, ke
 def test_a_death_of_a_worker_that_only_answers_costs_the_flow_nothing(broker, client):
     stream = client.stream("behind", act(400, delay_ms=2), outputs=["INDEX", "Y"], timeout=60)
     came = [int(next(stream)["INDEX"][0]) for _ in range(5)]
-    kill(broker, OTHER)
+    kill(broker, OTHER, set())
     came += [int(each["INDEX"][0]) for each in stream]
     assert came == list(range(400))
 
@@ -223,9 +227,27 @@ def test_a_member_that_two_workers_serve_is_asked_in_both_and_in_one_while_the_o
     gone: set[int] = set()
     for key in ("cpu/left", "cpu/right"):
         count = done[0]
-        kill_new(lambda key=key: worker(broker, key)["pid"] if worker(broker, key)["state"] == "ready" else 0, gone)
+        kill(broker, key, gone)
         eventually(lambda count=count: done[0] > count + 20, "requests are answered")
     stop.set()
     for thread in threads:
         thread.join(60)
     assert failed == []
+
+
+def test_nothing_is_left_of_ensembles_that_are_unloaded(broker, client):
+    """After all that the tests above have done, deaths and cancels included."""
+
+    def held() -> tuple[int, int]:
+        rows = [row for row in broker.status()["sessions"] if row["library"] == "broker.worker"]
+        return sum(row["plans"] for row in rows), max(row["regions"] for row in rows)
+
+    list(
+        client.stream(
+            "twice", {"IN": np.array([2], np.int32), "DELAY": np.zeros(1, np.uint32), "WAIT": np.zeros(1, np.uint32)}
+        )
+    )
+    assert held()[0] > 0
+    for name in ("far", "behind", "twice", "either"):
+        client.unload(name)
+    eventually(lambda: held()[0] == 0 and held()[1] <= 1, "plans are released, and memory but for one region each")
