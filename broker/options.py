@@ -105,6 +105,21 @@ class Options:
             flags.add("--repository-poll-secs (without --model-control-mode=poll)")
         return sorted(flags | self.trace.without_effect)
 
+    @property
+    def deprecated(self) -> str:
+        """Triton's warning of a flag that was given in its old name, or ""."""
+        if "strict-model-config" not in self.triton:
+            return ""
+        if "disable-auto-complete-config" in self.triton:
+            before = str(Given(self.triton.items()).flag("strict-model-config", False))
+            return (
+                f"Warning: Overriding deprecated '--strict-model-config' from {before} to {self.strict_model_config} "
+                "in favor of '--disable-auto-complete-config'!"
+            )
+        return (
+            "Warning: '--strict-model-config' has been deprecated! Please use '--disable-auto-complete-config' instead."
+        )
+
 
 def region_memory_bytes(text: str, available: int, flag: str = "region-memory") -> int:
     """`--region-memory`, or another such `flag`: bytes, with K, M, G or T, or a percentage of `available` bytes."""

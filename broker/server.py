@@ -338,6 +338,8 @@ def serve(options: Options) -> int:
     process_setup.complain_about_runtimes()
     if options.without_effect:
         log.warning("accepted for compatibility, without effect here: %s", ", ".join(options.without_effect))
+    if options.deprecated:
+        log.warning("%s", options.deprecated)
     try:
         run = RunDirectory.claim(options.directory or default_directory())
     except RunDirectoryError as error:

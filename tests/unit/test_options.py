@@ -255,3 +255,26 @@ def test_all_models_are_asked_for_alone():
 def test_the_limit_on_models_memory(text, expected):
     assert parse_serve(["--model-repository=r", f"--model-memory-limit={text}"]).model_memory_limit == expected
     assert parse_serve(["--model-repository=r"]).model_memory_limit == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "warning"),
+    [
+        ((), ""),
+        (("--disable-auto-complete-config",), ""),
+        (
+            ("--strict-model-config=true",),
+            "Warning: '--strict-model-config' has been deprecated! Please use '--disable-auto-complete-config' "
+            "instead.",
+        ),
+        (
+            ("--disable-auto-complete-config", "--strict-model-config=false"),
+            "Warning: Overriding deprecated '--strict-model-config' from False to True in favor of "
+            "'--disable-auto-complete-config'!",
+        ),
+    ],
+)
+def test_a_flag_by_its_old_name_works_with_a_warning(flags, warning):
+    options = parse_serve(["--model-repository=m", *flags])
+    assert options.deprecated == warning
+    assert options.strict_model_config == bool(flags)
