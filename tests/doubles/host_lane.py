@@ -59,6 +59,8 @@ class HostBuffer:
 
 
 class HostScratch:
+    lent = False
+
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str], HostBuffer] = {}
 

@@ -10,14 +10,17 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from broker.repository.config import TensorConfig
+from broker.repository.scheduling import DynamicBatching
 from broker.worker import messages
 from shm import statistics
 from shm.errors import Code, InferError
+from tests.fakes import mover_backend
 from tests.fakes.broker import eventually
 from tests.fakes.cuda import CudaEnv
 from tests.fakes.cuda_children import Child
-from tests.fakes.cuda_worker import Caller, GpuMemory, add_plan, adder, application, fill, gpu, result  # noqa: F401 (fixtures)
-from tests.fakes.loaded import Memory
+from tests.fakes.cuda_worker import Caller, GpuMemory, add_plan, adder, application, doubled, fill, gpu, result  # noqa: F401 (fixtures)
+from tests.fakes.loaded import Memory, spec
 from tests.fakes.lone_worker import LIMIT_S, LoneWorker
 
 
@@ -187,3 +190,42 @@ def test_no_memory_for_a_model_is_its_loads_error(tmp_path: Path, gpu: LoneWorke
     assert raised.value.code == "UNAVAILABLE"
     assert raised.value.message.startswith("unable to create TensorRT context: Error Code 2: OutOfMemory")
     gpu.load(adder(tmp_path / "small"))
+
+
+def test_what_a_large_request_takes_of_a_gpu_ends_with_it(
+    tmp_path: Path, cuda_sim: CudaEnv, gpu: LoneWorker, application: Child
+) -> None:
+    """Alone or in a batch; a small one's stays for the next. An instance of this model keeps 64 bytes per tensor."""
+    source = Path(mover_backend.__file__).read_text().replace("Scratch(device.ordinal)", "Scratch(device.ordinal, 64)")
+    given, made = (TensorConfig(name=name, datatype="FP32", dims=(4,)) for name in ("INPUT0", "OUTPUT0"))
+    batching = DynamicBatching(preferred_batch_size=(2,), max_queue_delay_microseconds=20_000_000)
+    configs = [
+        doubled(tmp_path / name, b"", [given], [made], max_batch_size=8, **more)
+        for name, more in (("alone", {}), ("batched", {"dynamic_batching": batching}))
+    ]
+
+    def kept() -> int:
+        calls = cuda_sim.calls(gpu.pid)
+        return calls.get("cuMemAlloc", 0) - calls.get("cuMemFree", 0)
+
+    with Caller(gpu) as caller:
+        plans = []
+        for config in configs:
+            (Path(config.directory) / "backend.py").write_text(source)
+            gpu.load(config)
+            for rows in (1, 8) if config.name == "alone" else (1,):
+                places = spec("INPUT0", (rows, 4), stride=128), spec("OUTPUT0", (rows, 4), offset=1024, stride=128)
+                inputs, outputs = [(caller.memory, places[0])], [(caller.memory, places[1])]
+                plans.append(caller.plan(config, inputs, outputs, 2, rows=rows))
+        caller.attach()
+        before = kept()
+        for _ in range(2):
+            caller.infer(plans[0])
+        assert kept() == before + 2, "its input's place and its output's"
+        for _ in range(2):
+            caller.infer(plans[1])
+            assert kept() == before + 2
+        pending = [caller.submit(plans[2], position) for position in range(2)]
+        for each in pending:
+            assert caller.wait(each).code is Code.OK, each.text
+        assert kept() == before + 2, "rows of eight, of which two came"

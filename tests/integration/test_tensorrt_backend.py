@@ -265,6 +265,21 @@ def check_bindings_share_the_memory_for_such_outputs() -> None:
 
 
 @check
+def check_what_is_too_large_to_keep_ends_with_its_binding() -> None:
+    model = load(adder())
+    model.scratch.most = 16
+    x, y, z = rows(2), rows(2), rows(2)
+    before = driver.call("cuMemGetInfo")[0]
+    binding = model.bind([host("INPUT0", x), host("INPUT1", y)], [host("OUTPUT0", z)])
+    binding.run()
+    assert (z == 2).all()
+    assert model.scratch.lent
+    assert driver.call("cuMemGetInfo")[0] < before
+    del binding
+    assert driver.call("cuMemGetInfo")[0] == before
+
+
+@check
 def check_plans_that_do_not_fit_the_configuration() -> None:
     def tensors(**more: Any) -> bytes:
         return double.plan(

@@ -67,7 +67,7 @@ class Bound:
         lane.finish()
         for output in self._outputs:
             output.finish()
-        model.last = self
+        model.last = None if model.scratch.lent else self  # what was lent ends with this binding
 
     def results(self) -> list[npt.NDArray[np.generic]]:
         """Copies on the host, of the outputs without memory."""

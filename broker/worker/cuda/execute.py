@@ -63,9 +63,21 @@ class CudaRunner:
                 with _mirrored(usable):
                     self._run_staged(instance, usable, rows, on_host)
         finally:
+            self._let_go(instance, usable)
             for request in usable:
                 for window in _plan(request).windows:
                     window.finish()
+
+    def _let_go(self, instance: Instance, requests: list[Request]) -> None:
+        """Keep no binding that has more of the GPU than an instance may keep (`Scratch.most`)."""
+        scratch = getattr(instance.runtime, "scratch", None)
+        if scratch is None or not scratch.lent:
+            return
+        scratch.lent = False
+        self._batches.pop(instance.number, None)
+        instance.buffers.clear()
+        for request in requests:
+            _plan(request).bindings.clear()
 
     def forget(self, instance: Instance) -> None:
         """It is closed, nothing runs on it."""

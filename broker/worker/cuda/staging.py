@@ -14,6 +14,7 @@ from shm import datatypes
 from shm.cuda.driver import OUT_OF_MEMORY, Context, CudaError, attempt, call, make_current
 from shm.errors import Code, InferError
 
+KEPT: Final = 256 << 20  # bytes of one tensor: a GPU is everybody's, and one client may send what nobody else does
 ALIGNMENT: Final = 256  # bytes: what runtimes expect of a tensor's address, and what the driver's allocations begin at
 
 
@@ -51,17 +52,22 @@ class DeviceBuffer:
 class Scratch:
     """GPU memory for the run that is under way, by use: all bindings of an instance share it.
 
-    It grows by doubling, so that what older bindings keep is at most as much again.
+    It grows by doubling, so that what older bindings keep is at most as much again. A tensor of more than `most` bytes
+    gets memory that ends with its binding: `lent` says that there is such a binding, which is not for keeping.
     """
 
-    __slots__ = ("_buffers", "_ordinal")
+    __slots__ = ("_buffers", "_ordinal", "lent", "most")
 
-    def __init__(self, ordinal: int) -> None:
-        self._ordinal = ordinal
+    def __init__(self, ordinal: int, most: int = KEPT) -> None:
+        self._ordinal, self.most = ordinal, most
+        self.lent = False
         self._buffers: dict[tuple[str, str], DeviceBuffer] = {}
 
     def get(self, side: str, tensor: str, byte_size: int) -> DeviceBuffer:
         """At least `byte_size` bytes. `side`: "input", "output", …"""
+        if byte_size > self.most:
+            self.lent = True
+            return DeviceBuffer(self._ordinal, byte_size)
         found = self._buffers.get((side, tensor))
         if found is None or found.size < byte_size:
             found = DeviceBuffer(self._ordinal, 1 << (byte_size - 1).bit_length() if byte_size else 0)
