@@ -93,7 +93,7 @@ def install(wheels: str, folder: str) -> int:
     _describe(target)
     venv.create(environment, clear=True, symlinks=True)
     (site_packages,) = environment.glob("lib/python*/site-packages")
-    folders = (ROOT, target, *site.getsitepackages())
+    folders = (target, ROOT, *site.getsitepackages())
     lines = (f"import site; site.addsitedir({str(each)!r})" for each in folders)
     (site_packages / "brought.pth").write_text("\n".join(lines) + "\n")
     if not packages:
