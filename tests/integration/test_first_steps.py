@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from importlib.metadata import requires
 
 import numpy as np
 import pytest
@@ -96,3 +99,16 @@ def test_a_shape_without_the_batch_dimension_nobody_asked_for_is_explained(tmp_p
         "unexpected shape for input 'x' for model 'rank1'. Expected [-1,1], got [3]."
     )
     assert "max_batch_size was set to 4 by auto-completion" in refusal.value.message
+
+
+def test_a_client_imports_and_needs_nothing_of_a_server():
+    """Nor is a version of numpy too new: whoever has the client beside other packages can install both."""
+    print_modules = "import sys, clientlib; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", print_modules], capture_output=True, text=True, check=True)
+    heavy = (
+        "aiohttp broker cuda google grpc ml_dtypes onnx onnxruntime prometheus_client tensorrt torch tritonclient zmq"
+    )
+    assert not set(done.stdout.split()) & {*heavy.split(), "zmq"}
+    needed = [need for need in requires("tensorbroker") or () if "extra" not in need]
+    assert sorted(need.partition(">=")[0] for need in needed) == ["msgspec", "numpy", "posix-ipc"]
+    assert not any(sign in need for need in needed for sign in ("<", "==", "!=", "~="))
