@@ -271,7 +271,8 @@ class Sequences:
         delay, backlog = self._hold
         if not (delay or backlog):
             return False
-        if self._waiting < delay or sum(len(line.queue) for line in self._backlog) < backlog:
+        behind = sum(len(line.queue) for line in self._backlog)
+        if self._waiting - behind < delay or behind < backlog:  # of those with a slot, and of the others
             return True
         self._hold = (0, 0)
         return False

@@ -185,11 +185,12 @@ def test_new_sequences_are_refused_while_those_that_run_end() -> None:
 
 
 def test_hooks_hold_all_until_enough_wait() -> None:
-    queue = DirectSequences("m", SequenceBatching(), 1, 1, delay=3, backlog_delay=1)
-    for number, flags in ((1, START), (1, END)):
+    """As in Triton, so many of sequences that have a slot, and so many of others."""
+    queue = DirectSequences("m", SequenceBatching(), 1, 1, delay=2, backlog_delay=1)
+    for number, flags in ((1, START), (2, START), (2, 0)):
         queue.add(request(number, flags), 1)
         assert not queue.take(1)
-    queue.add(request(2, START), 1)
+    queue.add(request(1, END), 1)
     assert [row and row.sequence_id for row in queue.take(1)] == [1]
 
 
