@@ -66,7 +66,10 @@ class TensorConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InstanceGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """`count` execution slots, on each of `gpus` when kind is KIND_GPU. `resources`, `priority`: the rate limiter's."""
+    """`count` execution slots, on each of `gpus` when kind is KIND_GPU. `resources`, `priority`: the rate limiter's.
+
+    `profiles`: numbers of a TensorRT engine's optimization profiles that they may use; (): all.
+    """
 
     name: str
     kind: str = "KIND_CPU"
@@ -75,6 +78,7 @@ class InstanceGroup(msgspec.Struct, frozen=True, kw_only=True):
     passive: bool = False
     resources: tuple[Resource, ...] = ()
     priority: int = 1
+    profiles: tuple[int, ...] = ()
 
 
 class RemoteMember(msgspec.Struct, frozen=True, kw_only=True):

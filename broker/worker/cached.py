@@ -4,7 +4,8 @@ Two things a client could do to others must not happen. It may rewrite its memor
 and what is kept, is read from the worker's own copies of inputs and outputs, those that the model has seen and made.
 And it may truncate its memory: the look-up reads shared regions by `pread`, which ends short where a mapping would
 kill.
-The loop looks up (`broker.worker.intake`), `broker.worker.execute` keeps.
+The loop looks up (`broker.worker.intake`), `broker.worker.execute` keeps. What lies on a GPU is looked up where it has
+been copied from there (`broker.worker.cuda.execute`).
 """
 
 from __future__ import annotations
@@ -39,15 +40,18 @@ class Cached:
         self._told = False
         self._lock = threading.Lock()  # of the words that look-ups write
 
-    def answer(self, request: Request) -> bool:
-        """Look `request` up, and end it if its answer is known; publishing that is the caller's. From any thread."""
+    def answer(self, request: Request, *, started: bool = False) -> bool:
+        """Look `request` up, and end it if its answer is known; publishing that is the caller's. From any thread.
+
+        `started`: it is marked so already.
+        """
         plan = request.plan
         assert isinstance(plan, Plan)
         if plan.changed_size():
             return False  # the run will say so
         began = _now()
         found = self._cache.get(self._key(plan, request))
-        hit = found is not None and _give(plan, request, found)
+        hit = found is not None and _give(plan, request, found, started)
         took = _now() - began
         block = self._block
         self._cache.count(statistics.CACHE_LOOKUP_NS, took)
@@ -111,7 +115,7 @@ def _parameters(plan: Plan) -> Parameters:
     return parameters_key(plan.parameters)
 
 
-def _give(plan: Plan, request: Request, response: Response) -> bool:
+def _give(plan: Plan, request: Request, response: Response, started: bool) -> bool:
     """Write the answer where the request wants it. False, and nothing is written, if it does not fit there."""
     known = {each.name: each for each in response.outputs}
     note: list[int] = []
@@ -126,7 +130,8 @@ def _give(plan: Plan, request: Request, response: Response) -> bool:
     packed = struct.pack(f"<{len(note)}Q", *note)
     if response.parameters and not fits_beside(packed, response.parameters):
         return False
-    request.channel.start((request,))  # from here on a death is this request's
+    if not started:
+        request.channel.start((request,))  # from here on a death is this request's
     for tensor in plan.outputs:
         data = known[tensor.name].data
         tensor.memory(request.output_position)[: len(data)] = memoryview(data)

@@ -69,6 +69,7 @@ def broker(cuda_sim: CudaEnv, tmp_path_factory: pytest.TempPathFactory) -> Itera
         models.write_model(repository, name, config=ADDER)
         (repository / name / "backend.py").write_text(BACKEND)
         (repository / name / "1" / "model.plan").write_bytes(double.plan("add", *PLAN, fault=fault))
+    models.write_model(repository, "kept", config=IDENTITY % "KIND_CPU" + "response_cache { enable: true }")
     models.write_model(repository, "pipe", config=PIPE)
     models.write_model(repository, "gpu_pipe", config=GPU_PIPE)
     (directory / "run").mkdir()
@@ -76,6 +77,7 @@ def broker(cuda_sim: CudaEnv, tmp_path_factory: pytest.TempPathFactory) -> Itera
         repository,
         directory / "run",
         "--exit-on-error=false",
+        "--cache-config=local,size=1048576",
         before=lambda: os.environ.update(cuda_sim.environ, PYTHONPATH=str(ROOT)),
     ) as running:
         yield running.ready()
@@ -185,6 +187,22 @@ def test_a_step_that_fails_on_gpu_memory_is_that_requests_error(user: Child) -> 
     user.call("unregister", "g")
     with pytest.raises(InferError, match="Unable to find shared memory region: 'g'"):
         user.call("run_again")
+
+
+def test_answers_for_gpu_memory_are_kept_too(broker: Broker, user: Child) -> None:
+    """The key is made of what was copied from there."""
+    user.call("allocate", "a", "gpu")
+    user.call("allocate", "b", "gpu")
+    user.call("allocate", "h", "host")
+    found = []
+    for source, target, value in (("a", "a", 7), ("b", "a", 7), ("a", "b", 8), ("h", "a", 8), ("b", "h", 8)):
+        user.call("prepare", "kept", {"INPUT0": source}, {"OUTPUT0": target}, [1, 4])
+        found.append(user.call("infer", {"INPUT0": value}, "OUTPUT0")[1:])
+    assert found == [[7] * 4, [7] * 4, [8] * 4, [8] * 4, [8] * 4]
+    (row,) = broker.client().ask("GetStatistics", model="kept")["model_stats"]
+    counts = {name: row["inference_stats"][name]["count"] for name in ("cache_hit", "cache_miss")}
+    assert counts == {"cache_hit": 3, "cache_miss": 2}
+    assert row["execution_count"] == 2
 
 
 def test_a_region_that_is_unregistered_is_closed_everywhere(broker: Broker, user: Child, cuda_sim: CudaEnv) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from broker.repository.config import InstanceGroup, ModelConfig, TensorConfig
 from broker.worker.backends import Context, OnGpu, Operand
@@ -159,6 +160,37 @@ def check_outputs_without_memory_are_the_runtimes() -> None:
     ((place, shape),) = binding.places()
     assert shape == (2, 4)
     assert place.size == 32
+
+
+@check
+def check_an_instance_group_names_the_profiles_that_it_uses() -> None:
+    """Of those that fit, the one that was built for what comes closest; others are not there for its instances."""
+    ranges = [[[1, 4], [1, 4], [8, 4]], [[1, 4], [7, 4], [8, 4]], [[1, 4], [4, 4], [4, 4]]]
+    plan = double.plan(
+        "identity", [double.tensor("INPUT0", [-1, 4], profiles=ranges)], [double.tensor("OUTPUT0", [-1, 4])], profiles=3
+    )
+    made = config(plan, (fp32("INPUT0", 4),), (fp32("OUTPUT0", 4),))
+
+    def grouped(*profiles: int) -> ModelConfig:
+        return replace(made, instance_group=(replace(made.instance_group[0], profiles=profiles),))
+
+    def chosen(model: backend.TensorRTModel, count: int) -> int:
+        x, y = rows(count, count), rows(count, 0)
+        binding = model.bind([host("INPUT0", x)], [host("OUTPUT0", y)])
+        binding.run()
+        assert (y == count).all()
+        return binding._profile  # type: ignore[attr-defined, no-any-return]
+
+    assert [chosen(load(grouped()), count) for count in (1, 4, 6, 8)] == [0, 2, 1, 1]
+    assert [chosen(load(grouped(1, 0)), count) for count in (1, 4, 8)] == [0, 1, 1]
+    limited = load(replace(grouped(2), max_batch_size=4))
+    x = rows(5)
+    text = "input 'INPUT0' of shape [5,4] is outside of the engine's optimization profiles, which have [1,4] to [4,4]"
+    refused(text, lambda: limited.bind([host("INPUT0", x)], [host("OUTPUT0", x)]))
+    refused(
+        "takes batches of at most 4: max_batch_size: 4, or an optimization profile with more", lambda: load(grouped(2))
+    )
+    refused("instance group m names optimization profile 3, ", lambda: load(grouped(0, 3)))
 
 
 @check

@@ -214,6 +214,11 @@ def test_a_backend_of_the_model_itself(tmp_path):
             "instance group m_0 of model m has kind KIND_CPU but specifies one or more GPUs",
         ),
         (
+            'instance_group { profile: "1" }',
+            "instance group m_0 of model m and platform onnxruntime_onnxspecifies profile field which is only "
+            "supported for TensorRT models",
+        ),
+        (
             'parameters { key: "zero_copy_inputs" value: { string_value: "z" } }',
             "zero_copy_inputs of model 'm' names 'z'",
         ),
@@ -301,6 +306,34 @@ def test_kinds_of_instances_follow_from_the_gpus_there_are(tmp_path):
     assert "has kind KIND_CPU but specifies one or more GPUs" in reason_of(
         tmp_path, models.add1(), "instance_group { gpus: 3 }"
     )
+
+
+PLAN = """platform: "tensorrt_plan" input { name: "x" data_type: TYPE_FP32 dims: 1 }
+output { name: "y" data_type: TYPE_FP32 dims: 1 } instance_group { kind: KIND_GPU profile: [ %s ] }"""
+
+
+def test_an_instance_group_names_optimization_profiles(tmp_path):
+    models.write_model(tmp_path, "m", config=PLAN % '"2", "0", "2"')
+    (tmp_path / "m" / "backend.py").write_text("def load(context): ...")
+    assert [group.profiles for group in run(tmp_path, gpus=(0,)).instance_group] == [(2, 0)]
+
+
+@pytest.mark.parametrize(
+    ("profile", "text"),
+    [
+        ('""', "profile name must not be empty"),
+        ('"x"', "unable to parse 'x': stoi"),
+        (
+            '"1", "-2"',
+            "instance group m_0 of model m and platform tensorrt_plan specifies invalid profile -2. The field should "
+            "contain the string representation of a non-negative integer.",
+        ),
+    ],
+)
+def test_what_is_no_optimization_profile_is_refused(tmp_path, profile, text):
+    models.write_model(tmp_path, "m", config=PLAN % profile)
+    (tmp_path / "m" / "backend.py").write_text("def load(context): ...")
+    assert text in run(tmp_path, gpus=(0,)).reason
 
 
 def test_why_there_is_no_gpu_is_said(tmp_path):

@@ -18,7 +18,6 @@ from tests.fakes.loading import config_of, reason_of
         ("optimization { cuda { graphs: true } }", "optimization.cuda"),
         ("optimization { graph { level: 1 } }", "optimization.graph"),
         ('instance_group { host_policy: "p" } instance_group { host_policy: "q" }', "instance_group.host_policy"),
-        ('instance_group { profile: "p" }', "instance_group.profile"),
         ('output { name: "y" is_non_linear_format_io: true }', "is_non_linear_format_io"),
     ],
 )

@@ -65,6 +65,7 @@ def instance_groups(config: _Config) -> tuple[InstanceGroup, ...]:
                 for item in group.rate_limiter.resources
             ),
             priority=group.rate_limiter.priority or 1,
+            profiles=tuple(dict.fromkeys(map(int, group.profile))),
         )
         for group in config.instance_group
     )

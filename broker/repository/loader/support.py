@@ -26,7 +26,7 @@ _OPTIMIZATION = {
     "gather_kernel_buffer_threshold": _NO_MEANING,
     "eager_batching": _NO_MEANING,
 }
-_INSTANCE_GROUP = ("secondary_devices", "profile", "host_policy")
+_INSTANCE_GROUP = ("secondary_devices", "host_policy")
 _STATE = {
     "use_same_buffer_for_input_output": "input and output state have memory of their own",
     "use_growable_memory": "state memory always grows as needed",

@@ -160,6 +160,7 @@ def _validate_instance_groups(config: _Config, gpus: Sequence[int], no_gpus: str
             raise ModelError(f"{title} has count {group.count}, it must be positive")
         for problem in _gpu_problems(group, gpus, no_gpus and f": {no_gpus}"):
             raise ModelError(f"{title} {problem}")
+        _validate_profiles(config, group, f"{title} and platform {config.platform}")
     names = config.parameters["worker_group"].string_value.split(",") if "worker_group" in config.parameters else ()
     if len(names) > max(1, len(config.instance_group)):
         raise ModelError(
@@ -171,6 +172,22 @@ def _validate_instance_groups(config: _Config, gpus: Sequence[int], no_gpus: str
         raise ModelError(
             f"instance groups of model {config.name} ask for {instances} instances, the limit is {MAX_INSTANCES}"
         )
+
+
+def _validate_profiles(config: _Config, group: Any, title: str) -> None:
+    if group.profile and config.platform != "tensorrt_plan" and config.backend != "tensorrt":
+        # Triton's text has no space there.
+        raise ModelError(f"{title}specifies profile field which is only supported for TensorRT models")
+    for profile in group.profile:
+        if not profile:
+            raise ModelError("profile name must not be empty")
+        if not profile.removeprefix("-").isdecimal() or not profile.isascii():
+            raise ModelError(f"unable to parse '{profile}': stoi")
+        if profile.startswith("-") or len(profile) > 9:
+            raise ModelError(
+                f"{title} specifies invalid profile {profile}. The field should contain the string representation of a "
+                "non-negative integer."
+            )
 
 
 def _gpu_problems(group: Any, gpus: Sequence[int], why: str) -> Iterator[str]:

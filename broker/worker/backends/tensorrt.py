@@ -16,7 +16,7 @@ from typing import Any, Final, final
 
 from broker.worker.backends import Context, GpuBinding, Operand
 from broker.worker.backends.tensorrt_binding import Bound
-from broker.worker.backends.tensorrt_engine import IoTensor, Log, check, io_tensors
+from broker.worker.backends.tensorrt_engine import IoTensor, Log, check, io_tensors, profiles_of
 from broker.worker.cuda.staging import Scratch, no_strings
 from broker.worker.cuda.streams import Lane
 from shm.cuda.driver import Device, find_device
@@ -58,8 +58,9 @@ def load_with(trt: Any, context: Context) -> TensorRTModel:
     lane = Lane(device)
     try:
         engine = _engine(trt, context, device, lane)
-        check(engine.tensors, context.config, engine.path)
-        return TensorRTModel(engine, lane)
+        profiles = profiles_of(context.group, context.config, engine.path, engine.profiles)
+        check(engine.tensors, context.config, engine.path, profiles)
+        return TensorRTModel(engine, lane, profiles)
     except BaseException:
         lane.close()
         raise
@@ -119,14 +120,16 @@ def _engine(trt: Any, context: Context, device: Device, lane: Lane) -> Engine:
 class TensorRTModel:
     """One instance: implements `broker.worker.backends.GpuModel`."""
 
-    __slots__ = ("_contexts", "engine", "lane", "last", "scratch")
+    __slots__ = ("_contexts", "engine", "lane", "last", "profiles", "scratch")
 
-    def __init__(self, engine: Engine, lane: Lane) -> None:
-        self.engine, self.lane = engine, lane
+    def __init__(self, engine: Engine, lane: Lane, profiles: tuple[int, ...]) -> None:
+        self.engine, self.lane, self.profiles = engine, lane, profiles
         self.scratch = Scratch(lane.device.ordinal)
         self._contexts: dict[int, Any] = {}  # by profile
         self.last: object = None  # the binding that the contexts know the places of
-        self.context(0)  # what it takes of the GPU is taken now, not with the first request
+        self.context(
+            profiles[0] if profiles else 0
+        )  # what it takes of the GPU is taken now, not with the first request
 
     def bind(self, inputs: list[Operand], outputs: list[Operand]) -> GpuBinding:
         """Raises InferError for shapes that no profile has."""

@@ -6,6 +6,7 @@ its own when another one ran before it, and only enqueues when it ran itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -32,7 +33,7 @@ class Bound:
     def __init__(self, model: TensorRTModel, inputs: list[Operand], outputs: list[Operand]) -> None:
         self._model = model
         tensors = model.engine.tensors
-        self._profile = _profile_for(tensors, inputs, model.engine.profiles)
+        self._profile = _profile_for(tensors, inputs, model.profiles)
         self._context = model.context(self._profile)
         self._places = Places(model.lane, model.scratch)
         self._hosts: list[_Host] = []
@@ -104,19 +105,24 @@ class Bound:
             output.set(context)
 
 
-def _profile_for(tensors: dict[str, IoTensor], inputs: list[Operand], profiles: int) -> int:
-    """The first optimization profile that has all these shapes. Raises InferError INVALID_ARG."""
+def _profile_for(tensors: dict[str, IoTensor], inputs: list[Operand], profiles: Sequence[int]) -> int:
+    """Of the optimization profiles that have all these shapes the one that was built for what comes closest to them.
+
+    Raises InferError INVALID_ARG.
+    """
     for operand in inputs:
         known = tensors.get(operand.name)
         if known is None or not known.is_input:
             raise InferError(Code.INVALID_ARG, f"the engine has no input '{operand.name}'")
-    for profile in range(profiles):
-        if all(tensors[operand.name].fits(operand.shape, profile) for operand in inputs):
-            return profile
+    shapes = [(tensors[operand.name], operand.shape) for operand in inputs]
+    fitting = [profile for profile in profiles if all(tensor.fits(shape, profile) for tensor, shape in shapes)]
+    if fitting:
+        return min(fitting, key=lambda profile: sum(tensor.distance(shape, profile) for tensor, shape in shapes))
     for operand in inputs:
         tensor = tensors[operand.name]
-        if not any(tensor.fits(operand.shape, profile) for profile in range(profiles)):
-            ranges = " or ".join(f"{shape_text(low)} to {shape_text(high)}" for low, high in tensor.ranges)
+        if not any(tensor.fits(operand.shape, profile) for profile in profiles):
+            them = (tensor.ranges[profile] for profile in profiles)
+            ranges = " or ".join(f"{shape_text(low)} to {shape_text(high)}" for low, high in them)
             raise InferError(
                 Code.INVALID_ARG,
                 f"input '{operand.name}' of shape {shape_text(operand.shape)} is outside of the engine's optimization "

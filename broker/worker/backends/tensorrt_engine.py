@@ -6,10 +6,11 @@ Called by `broker.worker.backends.tensorrt` when a plan is loaded. TensorRT's mo
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from broker.repository.config import ModelConfig, TensorConfig
+from broker.repository.config import InstanceGroup, ModelConfig, TensorConfig
 from shm.datatypes import shape_text
 from shm.errors import Code, InferError
 
@@ -65,8 +66,8 @@ class Log:
 class IoTensor:
     """A tensor of an engine. `shape`: -1 where it is dynamic. `host`: a shape tensor, which lies on the host.
 
-    `ranges`: of an input, by profile, its smallest and largest shape; `values`: of a shape tensor, its smallest and
-    largest elements.
+    `ranges`: of an input, by profile, its smallest and largest shape, `best` the one it was built for; `values`: of a
+    shape tensor, its smallest and largest elements.
     """
 
     name: str
@@ -75,6 +76,7 @@ class IoTensor:
     shape: Shape
     host: bool
     ranges: tuple[tuple[Shape, Shape], ...]
+    best: tuple[Shape, ...]
     values: tuple[tuple[Shape, Shape], ...]
 
     def fits(self, shape: Shape, profile: int) -> bool:
@@ -83,6 +85,10 @@ class IoTensor:
             return False
         low, high = self.ranges[profile]
         return all(a <= dim <= b for a, dim, b in zip(low, shape, high, strict=True))
+
+    def distance(self, shape: Shape, profile: int) -> int:
+        """How far a shape that fits is from what a profile was built for."""
+        return sum(abs(dim - best) for dim, best in zip(shape, self.best[profile], strict=True))
 
 
 def io_tensors(trt: Any, engine: Any) -> dict[str, IoTensor]:
@@ -111,23 +117,35 @@ def _tensor(trt: Any, engine: Any, name: str) -> IoTensor:
     shape = tuple(engine.get_tensor_shape(name))
     host = engine.get_tensor_location(name) == trt.TensorLocation.HOST
     ranges: list[tuple[Shape, Shape]] = []
+    best: list[Shape] = []
     values: list[tuple[Shape, Shape]] = []
     for profile in range(engine.num_optimization_profiles if is_input else 0):
         if -1 in shape:
-            low, _, high = engine.get_tensor_profile_shape(name, profile)
+            low, middle, high = engine.get_tensor_profile_shape(name, profile)
             ranges.append((tuple(low), tuple(high)))
+            best.append(tuple(middle))
         else:
             ranges.append((shape, shape))
+            best.append(shape)
         if host:
             known = engine.get_tensor_profile_values(profile, name)
             values.append((tuple(known[0]), tuple(known[2])) if known else ((), ()))
-    return IoTensor(name, is_input, datatype, shape, host, tuple(ranges), tuple(values))
+    return IoTensor(name, is_input, datatype, shape, host, tuple(ranges), tuple(best), tuple(values))
 
 
 # --- the configuration ----------------------------------------------------------------------------------------------
 
 
-def check(tensors: dict[str, IoTensor], config: ModelConfig, path: str) -> None:
+def profiles_of(group: InstanceGroup, config: ModelConfig, path: str, count: int) -> tuple[int, ...]:
+    """The optimization profiles that instances of a group use. Raises InferError INVALID_ARG for one that is not."""
+    for profile in group.profiles:
+        if profile >= count:
+            has = f"{count}, numbered from 0" if count > 1 else "one, number 0"
+            raise _wrong(config, f"instance group {group.name} names optimization profile {profile}, {path} has {has}")
+    return group.profiles or tuple(range(count))
+
+
+def check(tensors: dict[str, IoTensor], config: ModelConfig, path: str, profiles: Sequence[int]) -> None:
     """Raises InferError INVALID_ARG that shows both sides of what does not fit."""
     for side, configured in ((True, config.input), (False, config.output)):
         what = "input" if side else "output"
@@ -140,7 +158,7 @@ def check(tensors: dict[str, IoTensor], config: ModelConfig, path: str) -> None:
         missing = sorted(set(known) - {tensor.name for tensor in configured} - _internal(config))
         if side and missing:
             raise _wrong(config, f"input '{missing[0]}' of {path} is not configured")
-    _check_batch(tensors, config, path)
+    _check_batch(tensors, config, path, profiles)
 
 
 def _internal(config: ModelConfig) -> set[str]:
@@ -172,8 +190,8 @@ def _check_tensor(config: ModelConfig, given: TensorConfig, engine: IoTensor, wh
         )
 
 
-def _check_batch(tensors: dict[str, IoTensor], config: ModelConfig, path: str) -> None:
-    """Some profile must have the largest batch; what decides shapes must be the same for all of a batch."""
+def _check_batch(tensors: dict[str, IoTensor], config: ModelConfig, path: str, profiles: Sequence[int]) -> None:
+    """Some of the profiles must have the largest batch; what decides shapes must be the same for all of a batch."""
     if config.max_batch_size < 1:
         return
     for shape in (tensor.name for tensor in tensors.values() if tensor.host):
@@ -184,7 +202,7 @@ def _check_batch(tensors: dict[str, IoTensor], config: ModelConfig, path: str) -
         )
     for tensor in config.input:
         engine = tensors[tensor.name]
-        most = max((high[0] for _, high in engine.ranges), default=config.max_batch_size)
+        most = max((engine.ranges[profile][1][0] for profile in profiles), default=config.max_batch_size)
         if most < config.max_batch_size:
             raise _wrong(
                 config,

@@ -119,9 +119,11 @@ class CudaRunner:
                 ready[request] = self._copy(instance, request, inward=True)
             except Exception as error:
                 self._fail(instance, request, error, began)
-        staged = [row if row is not None and row in ready else None for row in rows]
-        if ready:
-            on_host(instance, list(ready), staged)
+        cached = instance.model.cached
+        runs = [request for request in ready if cached is None or not cached.answer(request, started=True)]
+        staged = [row if row is not None and row in runs else None for row in rows]
+        if runs:
+            on_host(instance, runs, staged)
             own: Lane | None = getattr(instance.runtime, "lane", None)
             if own is not None:
                 count_moved(instance, own)
