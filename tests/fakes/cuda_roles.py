@@ -5,8 +5,6 @@ Run by `tests.fakes.cuda_children`, never in pytest's own process.
 
 from __future__ import annotations
 
-import ctypes
-import threading
 from typing import Any
 
 import msgspec
@@ -14,7 +12,7 @@ import numpy as np
 
 from broker.worker.cuda.regions import CudaRegions
 from clientlib import cuda_export
-from shm.cuda import driver, handles, sync
+from shm.cuda import driver, handles
 from shm.cuda.descriptor import CudaMemory
 
 
@@ -71,34 +69,6 @@ class Application:
 
     def write(self, number: int, offset: int, value: float) -> None:
         fill(self.pointers[number] + offset, value, 1)
-
-    def make_ring(self, count: int) -> bytes:
-        self.stream, self.ring = sync.Stream(), sync.EventRing.create(count)
-        self.gate = threading.Event()
-        self.callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: self.gate.wait(60) and None)
-        self.wait_at_gate = driver.bindings().CUhostFn(ctypes.cast(self.callback, ctypes.c_void_p).value)
-        return self.ring.handles
-
-    def write_late(self, number: int, value: float) -> int:
-        """The GPU writes when `open_gate` is called; the index of the event that says when it has."""
-        self.late = np.full(4, value, np.float32)
-        self.gate.clear()
-        driver.call("cuLaunchHostFunc", self.stream.handle, self.wait_at_gate, 0)
-        self.stream.copy(self.pointers[number], self.late.ctypes.data, self.late.nbytes)
-        return self.ring.record(self.stream.handle)
-
-    def open_gate(self) -> None:
-        self.gate.set()
-
-    def record(self) -> int | None:
-        return self.ring.record(self.stream.handle)
-
-    def give(self, index: int) -> None:
-        self.ring.give(index)
-
-    def end_ring(self) -> None:
-        self.stream.close()
-        self.ring.close()
 
     def free(self, number: int) -> None:
         driver.call("cuMemFree", self.pointers[number])
@@ -159,26 +129,6 @@ class Worker:
     def read(self, number: int) -> float:
         with driver.Context(self.device.ordinal):
             return first(self._region(number).pointer)
-
-    def open_ring(self, handles: bytes) -> int:
-        with driver.Context(self.device.ordinal):
-            self.stream, self.ring = sync.Stream(), sync.OpenedRing(handles)
-        return len(self.ring)
-
-    def read_after(self, number: int, index: int | None) -> float:
-        """What a run sees that waits for event `index` on its stream, or for none."""
-        numbers = np.zeros(1, np.float32)
-        with driver.Context(self.device.ordinal):
-            if index is not None:
-                self.ring.wait(index, self.stream)
-            self.stream.copy(numbers.ctypes.data, self._region(number).pointer, numbers.nbytes)
-            self.stream.synchronize()
-        return float(numbers[0])
-
-    def end_ring(self) -> None:
-        with driver.Context(self.device.ordinal):
-            self.stream.close()
-            self.ring.close()
 
     def write(self, number: int, value: float) -> None:
         with driver.Context(self.device.ordinal):
