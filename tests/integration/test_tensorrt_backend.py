@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from broker.repository.config import InstanceGroup, ModelConfig, TensorConfig
 from broker.worker.backends import Context, OnGpu, Operand
 from broker.worker.backends import tensorrt as backend
-from broker.worker.cuda.staging import DeviceBuffer
+from broker.worker.cuda.staging import KEPT, DeviceBuffer
 from shm.cuda import driver
 from shm.errors import InferError
 from tests.doubles import tensorrt as double
@@ -253,18 +253,30 @@ def check_outputs_may_be_shape_tensors() -> None:
     assert y.tolist() == z.now().tolist() == binding.results()[0].tolist() == [7, 4]
 
 
-@check
-def check_sizes_that_only_the_run_tells() -> None:
+def places() -> backend.TensorRTModel:
+    """OUTPUT0: where INPUT0, of 8, is not 0."""
     plan = double.plan(
         "nonzero", [double.tensor("INPUT0", [8], "INT32")], [double.tensor("OUTPUT0", [-1], "INT32")]
     )  # fmt: skip
     given = TensorConfig(name="INPUT0", datatype="INT32", dims=(8,))
-    model = load(config(plan, (given,), (TensorConfig(name="OUTPUT0", datatype="INT32", dims=(-1,)),), 0))
-    for x in ([0, 1, 0, 1, 1, 0, 0, 0], [0] * 8, [1] * 8):
+    return load(config(plan, (given,), (TensorConfig(name="OUTPUT0", datatype="INT32", dims=(-1,)),), 0))
+
+
+@check
+def check_sizes_that_only_the_run_tells() -> None:
+    """Bindings share the memory for them: one client has thousands of bindings, and one GPU is everybody's."""
+    model = places()
+    assert model.scratch.most == KEPT
+    bindings, free = [], []
+    for x in ([1] * 8, [0, 1, 0, 1, 1, 0, 0, 0], [0] * 8, [1] * 8):
         array = np.array(x, np.int32)
-        binding = model.bind([host("INPUT0", array, "INT32")], [Operand("OUTPUT0", "INT32", (-1,), None)])
-        binding.run()
-        assert binding.results()[0].tolist() == np.flatnonzero(array).tolist()
+        bindings.append(model.bind([host("INPUT0", array, "INT32")], [Operand("OUTPUT0", "INT32", (-1,), None)]))
+        bindings[-1].run()
+        assert bindings[-1].results()[0].tolist() == np.flatnonzero(array).tolist()
+        free.append(driver.call("cuMemGetInfo")[0])
+    assert free == free[:1] * 4
+    bindings[0].run()
+    assert bindings[0].results()[0].tolist() == list(range(8)), "and the first still knows where"
     y, z = np.zeros(8, np.int32), OnDevice(np.zeros(8, np.int32))
     model.bind([host("INPUT0", array, "INT32")], [host("OUTPUT0", y, "INT32")]).run()
     model.bind([host("INPUT0", array, "INT32")], [z.operand("OUTPUT0", "INT32")]).run()
@@ -276,29 +288,9 @@ def check_sizes_that_only_the_run_tells() -> None:
 
 
 @check
-def check_bindings_share_the_memory_for_such_outputs() -> None:
-    """There are thousands of bindings of one client's; one GPU is everybody's."""
-    plan = double.plan(
-        "nonzero", [double.tensor("INPUT0", [8], "INT32")], [double.tensor("OUTPUT0", [-1], "INT32")]
-    )  # fmt: skip
-    given = TensorConfig(name="INPUT0", datatype="INT32", dims=(8,))
-    model = load(config(plan, (given,), (TensorConfig(name="OUTPUT0", datatype="INT32", dims=(-1,)),), 0))
-    array = np.ones(8, np.int32)
-    free = []
-    bindings = []
-    for _ in range(4):
-        bindings.append(model.bind([host("INPUT0", array, "INT32")], [Operand("OUTPUT0", "INT32", (-1,), None)]))
-        bindings[-1].run()
-        assert bindings[-1].results()[0].tolist() == list(range(8))
-        free.append(driver.call("cuMemGetInfo")[0])
-    assert free == free[:1] * 4
-    bindings[0].run()
-    assert bindings[0].results()[0].tolist() == list(range(8)), "and the first still knows where"
-
-
-@check
 def check_what_is_too_large_to_keep_ends_with_its_binding() -> None:
     model = load(adder())
+    assert model.scratch.most > KEPT, "its configuration says how large tensors are"
     model.scratch.most = 16
     x, y, z = rows(2), rows(2), rows(2)
     before = driver.call("cuMemGetInfo")[0]

@@ -57,7 +57,7 @@ def _session(context: Context, providers: list[Any]) -> Any:
 
 
 def _load_on_gpu(context: Context) -> OnnxModel:
-    from broker.worker.cuda.staging import Scratch
+    from broker.worker.cuda.staging import Scratch, kept
     from broker.worker.cuda.streams import Lane
     from shm.cuda.driver import find_device
 
@@ -72,7 +72,7 @@ def _load_on_gpu(context: Context) -> OnnxModel:
     except BaseException:
         lane.close()
         raise
-    return OnnxModel(session, "cuda", lane, Scratch(device.ordinal))
+    return OnnxModel(session, "cuda", lane, Scratch(device.ordinal, kept(context.config)))
 
 
 def _options(context: Context) -> Any:

@@ -17,7 +17,7 @@ from typing import Any, Final, final
 from broker.worker.backends import Context, GpuBinding, Operand
 from broker.worker.backends.tensorrt_binding import Bound
 from broker.worker.backends.tensorrt_engine import IoTensor, Log, check, io_tensors, profiles_of
-from broker.worker.cuda.staging import Scratch, no_strings
+from broker.worker.cuda.staging import Scratch, kept, no_strings
 from broker.worker.cuda.streams import Lane
 from shm.cuda.driver import Device, find_device
 from shm.errors import Code, InferError, described
@@ -60,7 +60,7 @@ def load_with(trt: Any, context: Context) -> TensorRTModel:
         engine = _engine(trt, context, device, lane)
         profiles = profiles_of(context.group, context.config, engine.path, engine.profiles)
         check(engine.tensors, context.config, engine.path, profiles)
-        return TensorRTModel(engine, lane, profiles)
+        return TensorRTModel(engine, lane, profiles, Scratch(device.ordinal, kept(context.config)))
     except BaseException:
         lane.close()
         raise
@@ -122,9 +122,8 @@ class TensorRTModel:
 
     __slots__ = ("_contexts", "engine", "lane", "last", "profiles", "scratch")
 
-    def __init__(self, engine: Engine, lane: Lane, profiles: tuple[int, ...]) -> None:
-        self.engine, self.lane, self.profiles = engine, lane, profiles
-        self.scratch = Scratch(lane.device.ordinal)
+    def __init__(self, engine: Engine, lane: Lane, profiles: tuple[int, ...], scratch: Scratch) -> None:
+        self.engine, self.lane, self.profiles, self.scratch = engine, lane, profiles, scratch
         self._contexts: dict[int, Any] = {}  # by profile
         self.last: object = None  # the binding that the contexts know the places of
         self.context(

@@ -5,9 +5,11 @@ Used by the backends of models on a GPU (`Places`) and by `broker.worker.cuda.ex
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from typing import Final, final
 
+from broker.repository.config import ModelConfig
 from broker.worker.backends import OnGpu, Operand
 from broker.worker.cuda.streams import Bytes, Lane
 from shm import datatypes
@@ -48,12 +50,17 @@ class DeviceBuffer:
                 pass  # the context is lost, and the memory with it
 
 
+def kept(config: ModelConfig) -> int:
+    """How many bytes of a tensor an instance keeps: all, where the configuration says how large tensors are."""
+    return KEPT if any(-1 in tensor.dims for tensor in (*config.input, *config.output)) else sys.maxsize
+
+
 @final
 class Scratch:
     """GPU memory for the run that is under way, by use: all bindings of an instance share it.
 
     It grows by doubling, so that what older bindings keep is at most as much again. A tensor of more than `most` bytes
-    gets memory that ends with its binding: `lent` says that there is such a binding, which is not for keeping.
+    (see `kept`) gets memory that ends with its binding: `lent` says that there is one, which is not for keeping.
     """
 
     __slots__ = ("_buffers", "_ordinal", "lent", "most")
