@@ -34,7 +34,7 @@ from shm import messages
 from shm.cuda import sync
 from shm.cuda.descriptor import CudaEvents
 from shm.cuda.driver import Context, find_device
-from shm.errors import Code, InferError
+from shm.errors import Code, ConnectionLost, InferError
 
 Order = Literal["event", "synchronize"]
 EVENTS: Final = 64  # of a ring; when all are in requests that have not ended, the stream is waited for instead
@@ -191,12 +191,13 @@ def ordinal_of(gpu: str) -> int:
 class Ring:
     """Events of this process on one GPU, and which requests have them. Registered like a region, under `name`."""
 
-    __slots__ = ("_lock", "_sent", "device", "events", "name", "registered")
+    __slots__ = ("_lock", "_made_in", "_sent", "device", "events", "name", "registered")
 
     def __init__(self, device: str) -> None:
         self.device = device
         self.name = f"clientlib.events.{os.urandom(4).hex()}"
         self.registered = False
+        self._made_in = os.getpid()
         with Context(ordinal_of(device)):
             self.events = sync.EventRing.create(EVENTS)
         self._sent: deque[tuple[int, Callable[[], bool]]] = deque()
@@ -226,7 +227,7 @@ class Ring:
             self._sent.append((index, lasts))
 
     def __del__(self) -> None:
-        if hasattr(self, "events"):
+        if hasattr(self, "events") and self._made_in == os.getpid():  # a forked child has nothing of CUDA
             with contextlib.suppress(InferError), Context(ordinal_of(self.device)):  # the context may be lost
                 self.events.close()
 
@@ -259,7 +260,17 @@ class Orders:
                 raise
         ring.registered = True
 
+    def known(self, name: str) -> str:
+        """`name` of a ring that plans may name; "" if there is none of it any more."""
+        return name if any(ring is not None and ring.name == name for ring in self._rings.values()) else ""
+
     def attach(self) -> Procedure[None]:
-        """Register on a new session what plans may name."""
-        for ring in [ring for ring in self._rings.values() if ring is not None and ring.registered]:
-            yield from self.register(ring)
+        """Register on a new session what plans may name. One that is refused is given up: streams are waited for."""
+        for device, ring in list(self._rings.items()):
+            if ring is not None and ring.registered:
+                try:
+                    yield from self.register(ring)
+                except ConnectionLost:
+                    raise
+                except InferError:
+                    self._rings[device] = None

@@ -291,7 +291,7 @@ class Native(Generic[L]):
 
     def _prepare(self, link: Link[L], plan: PlanState[L], layout: Layout) -> Procedure[Prepared[L]]:
         self._check_regions(plan.recipe)  # the broker goes by names, which may be other regions' by now
-        events = plan.recipe.events
+        events = self.orders.known(plan.recipe.events)
         reply, _ = yield Call(
             messages.Prepare(
                 model=plan.recipe.model,

@@ -41,7 +41,7 @@ RING = 64
 CANCEL = 1 << 32  # in a RING word: look at the slot's cancel word
 
 # position · plan index u32 | generation u32 · request id · deadline ns (0 none) · input position · output position ·
-# rows (0 = as prepared) · sequence id · flags · priority · wait event + 1 · done event + 1 · cancel = position
+# rows (0 = as prepared) · sequence id · flags · priority · wait event + 1 · 0 · cancel = position
 SUBMISSION = struct.Struct("@QQQQHHIQHHHHQ")
 SEQUENCE_START, SEQUENCE_END = 1, 2  # flags
 SEQUENCE_AGAIN = 8  # a flag: the step has run, its result did not fit; there is more room for it now

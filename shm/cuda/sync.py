@@ -36,10 +36,6 @@ class Stream:
         self._stream = call("cuStreamCreate", NON_BLOCKING)
         self.handle = int(self._stream)
 
-    def record(self, event: Any) -> None:
-        """`event` happens when the stream has done what it has by now. Returns at once."""
-        call("cuEventRecord", event, self._stream)
-
     def copy(self, to: int, source: int, byte_size: int) -> None:
         """Copy between any two addresses, of GPUs or pinned memory of the host. Returns at once."""
         call("cuMemcpyAsync", to, source, byte_size, self._stream)

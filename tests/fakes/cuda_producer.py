@@ -14,6 +14,7 @@ import numpy as np
 
 import clientlib
 from clientlib import cuda_order
+from shm import messages
 from shm.cuda import driver, sync
 from tests.fakes.cuda_user import APART, User
 
@@ -131,9 +132,15 @@ class Producer(User):
         self.plan.after(stream, order)
 
     def name_ring(self, name: str) -> None:
-        """Prepare the plan anew, with events that lie in region `name`."""
-        self.plan.recipe.events = name
-        self.client._run(lambda link: self.client.native.prepare(link, self.plan))
+        """Ask for the same plan with events that lie in region `name`."""
+        layout = self.plan.prepared.layout
+        asked = messages.Prepare(
+            model=self.plan.recipe.model,
+            inputs=tuple(tensor.spec for tensor in layout.inputs),
+            outputs=tuple(tensor.spec for tensor in layout.outputs),
+            events=name,
+        )
+        self.client._run(lambda link: self.client.native.call(link, asked, 0))
 
     def rings(self) -> list[str]:
         """Names of the rings that the broker knows of this session."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import pytest
 
 from broker.cuda_regions import ring_of
-from clientlib.cuda_order import stream_address
+from clientlib.cuda_order import Orders, stream_address
+from clientlib.session import Call
 from shm.cuda.descriptor import MAX_EVENTS, CudaEvents
-from shm.errors import InferError
+from shm.errors import ConnectionLost, InferError
+from shm.messages import Done, RegisterEvents
 
 GPU, OTHER = (f"GPU-00000000-0000-0000-0000-00000000000{number}" for number in (1, 2))
 
@@ -53,6 +56,36 @@ def test_a_ring_has_whole_handles_and_fits_a_message(size: int) -> None:
 def test_handles_are_not_shown() -> None:
     shown = repr(CudaEvents(device=GPU, handles=b"secret!!" * 16))
     assert shown == f"<2 CUDA events on {GPU}>"
+
+
+class Known:
+    """Stands for a ring."""
+
+    name, registered = "e", True
+
+    def registration(self) -> Call:
+        return Call(RegisterEvents(name=self.name, events=CudaEvents(device=GPU, handles=bytes(64))))
+
+
+@pytest.mark.parametrize(("refusal", "known"), [(None, "e"), ("ALREADY_EXISTS", "e"), ("UNSUPPORTED", "")])
+def test_a_ring_is_registered_on_the_next_session_or_given_up(refusal: str | None, known: str) -> None:
+    orders = Orders()
+    orders._rings = {GPU: Known(), OTHER: None}  # type: ignore[dict-item]
+    procedure = orders.attach()
+    assert next(procedure).message.name == "e"  # type: ignore[attr-defined]
+    with contextlib.suppress(StopIteration):
+        procedure.send((Done(), [])) if refusal is None else procedure.throw(InferError(refusal, "no"))
+    assert orders.known("e") == known
+
+
+def test_a_ring_is_kept_for_the_next_session_when_that_is_lost_too() -> None:
+    orders = Orders()
+    orders._rings = {GPU: Known()}  # type: ignore[dict-item]
+    procedure = orders.attach()
+    next(procedure)
+    with pytest.raises(ConnectionLost):
+        procedure.throw(ConnectionLost("gone"))
+    assert orders.known("e") == "e"
 
 
 def entry(**fields: object) -> Any:

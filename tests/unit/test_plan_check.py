@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from broker.plan_check import _meet_at_one_position, check
 from broker.records import RegionEntry
+from shm.cuda.descriptor import CudaEvents
 from shm.errors import InferError
 from shm.messages import ModelMetadata, Prepare, TensorMetadata, TensorSpec
 from shm.model_fit import symbol_sizes
@@ -207,6 +208,15 @@ def test_unknown_region_is_not_found():
     with pytest.raises(InferError, match="Unable to find shared memory region: 'nowhere'") as refusal:
         add(outputs=(tensor("SUM", (2, 16), region="nowhere"),))
     assert refusal.value.code == "NOT_FOUND"
+
+
+def test_a_ring_of_events_is_no_memory_for_a_tensor(monkeypatch):
+    events = CudaEvents(device="GPU-00000000-0000-0000-0000-000000000000", handles=bytes(64))
+    ring = entry("ring")
+    ring.kind, ring.events = "events", events
+    monkeypatch.setitem(REGIONS, "ring", ring)
+    with pytest.raises(InferError, match="tensor 'A' lies in 'ring', which is a ring of events and no memory"):
+        add(inputs=(tensor("A", (2, 16), region="ring"), tensor("B", (2, 16))))
 
 
 def test_optional_inputs_give_a_range():
