@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -191,7 +192,7 @@ def test_without_cuda_the_reason_is_said(cuda_sim: CudaEnv, broker: CudaBroker) 
 
 def test_a_real_broker_without_gpu_workers_refuses(cuda_env: CudaEnv, tmp_path: Path) -> None:
     repository = models.write_repository(tmp_path / "models", {"add1": models.add1()})
-    with Broker(repository, tmp_path / "run") as broker:
+    with Broker(repository, tmp_path / "run", before=lambda: os.environ.update(CUDA_VISIBLE_DEVICES="")) as broker:
         broker.ready()
         with Child(cuda_env, APPLICATION, str(broker.directory)) as application:
             before = application.call("free_bytes")
