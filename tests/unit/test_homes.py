@@ -80,7 +80,9 @@ def test_a_plan_reaches_the_home_of_a_sequence_that_it_does_not_prefer() -> None
     link: Any = SimpleNamespace(homes=known, lanes=SimpleNamespace(mine=lanes.get))
     ranges = SimpleNamespace(live={})
     layout = SimpleNamespace(model="m", ranges=ranges, input_positions=1, output_positions=1)
-    prepared = SimpleNamespace(link=link, index=1, generation=1, bound_at={B}, worker=B, layout=layout, word=1)
+    prepared = SimpleNamespace(
+        link=link, index=1, generation=1, bound_at={B}, worker=B, layout=layout, word=1, events=False
+    )
     spread: Any = SimpleNamespace(prepared=prepared, workers=(B, C), bounds={})
     binder: Binder[Any] = Binder(8, 0.0)
     asked = Asked({})
