@@ -12,7 +12,7 @@
 # PYTHON: the interpreter. torch, cupy, onnxruntime-gpu, onnx and grpcio are used if they are there, never brought.
 set -u
 cd "$(dirname "$0")/../.."
-OUT=$(realpath -m "${OUT:-gpu-check}")
+OUT=$(realpath -m "${OUT:-${TMPDIR:-/tmp}/gpu-check}") # not in the working tree
 PYTHON=${PYTHON:-python3}
 CUDA=real
 PATIENCE=1
