@@ -110,9 +110,9 @@ class StepSession:
                     lane.close(self._closed)
             return lane
 
-    def watch(self) -> list[Lane]:
+    def watch(self) -> Sequence[Lane]:
         """The lanes with steps under way, which ask not to be rung until `Lane.unwatch`: the caller looks at them."""
-        return [lane for lane in list(self._lanes.values()) if lane.watch()]
+        return [lane for lane in list(self._lanes.values()) if lane.watch()] if self._lanes else ()
 
     def stir(self) -> None:
         """Have the thread look at everything."""

@@ -63,7 +63,7 @@ class HotSet:
         self._idle_since = 0  # when there was nothing to do any more; 0: there is
         self._interval = 2 * LONG_SPIN_NS  # typical, from there to the next request
         self._cores = WaitingCores()
-        self.beside: Callable[[], Sequence[Beside]] = list  # looked at, too, while this thread spins
+        self.beside: Callable[[], Sequence[Beside]] = tuple  # looked at, too, while this thread spins
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # ours alone: may be read
         self._epoll.register(self._wake, select.EPOLLIN)
