@@ -7,6 +7,7 @@ elsewhere becomes the end of the step's request here.
 from __future__ import annotations
 
 import struct
+import time
 from typing import TYPE_CHECKING, final
 
 from broker.worker.ensemble_remote_channel import Lane
@@ -179,6 +180,8 @@ class RemoteStep:
         self._lane.ended(self)
         code = Code(entry[2] & CODE_MASK)
         step.queue_ns, step.input_ns, step.infer_ns, step.output_ns = entry[3:7]
+        # The way there and back, too: by what a request took its client knows how long looking for the next one pays.
+        step.queue_ns += max(0, time.monotonic_ns() - step.arrival - sum(entry[3:7]))
         if not code:
             step.note = note
         elif code == Code.UNAVAILABLE and TWICE.encode() in note:
