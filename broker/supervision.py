@@ -19,6 +19,7 @@ HANG_UNMEASURED_S = 120.0
 TRUNCATED_REGIONS = 3  # of one session within BLAME_WINDOW_NS
 PING_EVERY_S = 5.0
 PING_LIMIT_S = 30.0
+STOOD_STILL_NS = 1_000_000_000  # four looks for hangs that did not take place
 PING_STEP_NS = 1_000_000_000  # between two looks there may be more only if the broker itself stood still
 
 Load = tuple[str, int, int]  # model, version, generation
@@ -152,22 +153,29 @@ class HangWatch:
     """Finds instances that run longer than they may.
 
     The words of a block are not read in one step, so BATCH may be new while STARTED is still that of the batch
-    before: a verdict needs the same STARTED in two samples.
+    before: a verdict needs the same STARTED in two samples. Time in which nobody looked does not count: the machine may
+    have been frozen, and the model with it.
     """
 
-    __slots__ = ("_seen",)
+    __slots__ = ("_sampled_ns", "_seen")
 
     def __init__(self) -> None:
-        self._seen: dict[int, int] = {}
+        self._seen: dict[int, tuple[int, int]] = {}  # by block: STARTED, and how long nobody looked since
+        self._sampled_ns = 0
 
     def sample(self, running: Iterable[Running], now_ns: int) -> list[Running]:
         """The instances that hang. Call it with everything that runs now."""
-        seen: dict[int, int] = {}
+        step_ns, self._sampled_ns = now_ns - self._sampled_ns, now_ns
+        unseen_ns = step_ns if step_ns > STOOD_STILL_NS else 0
+        seen: dict[int, tuple[int, int]] = {}
         hung: list[Running] = []
         for instance in running:
-            seen[instance.block] = instance.started_ns
+            started_ns, missed_ns = self._seen.get(instance.block, (-1, 0))
+            known = started_ns == instance.started_ns
+            missed_ns = missed_ns + unseen_ns if known else 0
+            seen[instance.block] = instance.started_ns, missed_ns
             limit_ns = hang_limit_s(instance.expected_ns, instance.hang_timeout_s) * 1e9
-            if self._seen.get(instance.block) == instance.started_ns and now_ns - instance.started_ns > limit_ns:
+            if known and now_ns - instance.started_ns - missed_ns > limit_ns:
                 hung.append(instance)
         self._seen = seen
         return hung

@@ -132,7 +132,7 @@ def test_d05_batches(lab: Lab) -> None:
     assert "inference request batch-size must be >= 1 for 'add1', got 0" in none[1]
     assert "inference request batch-size must be <= 4 for 'add1', got 5" in many[1]
     assert "inference request batch-size must be <= 4 for 'add1'" in more[1]
-    assert torn[1] == "input 'b' batch size does not match other inputs for 'two_input'"
+    assert torn[1] == "input 'b' batch size does not match other inputs for 'two_input': 'a' has 2 rows, 'b' 3"
     lab.settled()
 
 

@@ -148,7 +148,7 @@ def test_a_lease_that_waits_for_an_endless_load_keeps_no_other_call_waiting(repo
         with clientlib.connect(f"ipc://{broker.directory}", timeout=20) as client:
             with pytest.raises(InferError, match="no answer to KeepLoaded"), client.keep_loaded("slow", timeout=0.5):
                 pass
-            assert client.models()["slow"].state == "LOADING"
+            eventually(lambda: (slow := client.models().get("slow")) and slow.state == "LOADING")
             (repository / "../endless").unlink()
             eventually(lambda: client.models()["slow"].state == "READY")
             client.unload("slow")  # its lease has ended with the block

@@ -134,6 +134,15 @@ def test_a_hang_needs_two_samples_of_the_same_batch():
     assert watch.sample([hung], 11 * S + 1) == [hung]
 
 
+def test_a_machine_that_stood_still_is_no_hang():
+    watch = HangWatch()
+    runs = Running(3, 0, 0, 0.5)
+    assert watch.sample([runs], S // 4) == []
+    assert watch.sample([runs], 3600 * S) == []
+    assert watch.sample([runs], 3600 * S + S // 4) == []
+    assert watch.sample([runs], 3600 * S + S // 2) == [runs], "what it ran before and since counts"
+
+
 def test_batches_that_follow_each_other_do_not_hang():
     watch = HangWatch()
     for start in range(0, 100 * S, 5 * S):
