@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ import clientlib
 from bench.in_process import InProcess
 from bench.load import Order, Outcome
 from bench.measure import LEAST, Row, interleave, sample
-from bench.models import NETWORKS, identity, network
+from bench.models import NETWORKS, Model, identity, network
 from bench.processes import START_S, Broker, Companion, cpu_seconds
 from bench.report import Column, Goal, Table, machine, plot, publish
 from bench.settings import Settings, parse
@@ -63,15 +63,15 @@ class Way:
     spin: bool = False
 
 
-MODELS = {
-    model.name: model
-    for model in (
+def models_of(sources: Sequence[str]) -> dict[str, Model]:
+    """What the broker serves, by name."""
+    models = [
         identity(ROW, "one_by_one", 1),
         identity(ROW, "batched", BATCHED),
-        *(network(source, THREADS, size, QUEUE_DELAY_US) for source in NETWORKS for size in (2, 4, 8)),
-        *(network(source, 1, size, 0, THREADS) for source in NETWORKS for size in (4, 8)),
-    )
-}
+        *(network(source, THREADS, size, QUEUE_DELAY_US) for source in sources for size in (2, 4, 8)),
+        *(network(source, 1, size, 0, THREADS) for source in sources for size in (4, 8)),
+    ]
+    return {model.name: model for model in models}
 
 
 def tiny_cases() -> dict[str, Case]:
@@ -83,9 +83,9 @@ def tiny_cases() -> dict[str, Case]:
     return cases
 
 
-def network_cases() -> dict[str, Case]:
+def network_cases(sources: Sequence[str]) -> dict[str, Case]:
     cases = {}
-    for source in NETWORKS:
+    for source in sources:
         for count in (4, 8):
             name = f"{source}, {count} clients, batches ≤ {count}, an instance per core"
             cases[name] = Case(f"{source}_{count}_by_{THREADS}", count, 1)
@@ -112,10 +112,11 @@ COLUMNS = (
 class Bench:
     """What all rows share: a control connection, the client processes, and the sessions of the floor."""
 
-    def __init__(self, broker: Broker, clients: list[Companion], settings: Settings) -> None:
+    def __init__(self, broker: Broker, models: dict[str, Model], clients: list[Companion], settings: Settings) -> None:
+        self._models = models
         self._clients = clients
         self._settings = settings
-        self._workers = {model.name: broker.worker(model.group) for model in MODELS.values()}
+        self._workers = {model.name: broker.worker(model.group) for model in models.values()}
         self._control = clientlib.connect(broker.url)
         self._sessions: dict[tuple[str, int, int, bool], InProcess] = {}  # by source, threads, number, spinning
         self._ways: dict[tuple[str, int, bool], tuple[int, int]] = {}  # by model, largest batch, spinning
@@ -144,7 +145,7 @@ class Bench:
         }
 
     def _floor(self, case: Case) -> tuple[float, int]:
-        model = MODELS[case.model]
+        model = self._models[case.model]
         if model.source == "identity":
             way = Way(model.name, model.max_batch_size, 1, model.max_batch_size)
             return self._in_process(way), model.max_batch_size
@@ -178,7 +179,7 @@ class Bench:
             return sum(batch * len(samples) / sum(samples) for samples in all_samples)
 
     def _call(self, way: Way, number: int) -> Callable[[], None]:
-        model = MODELS[way.model]
+        model = self._models[way.model]
         threads = model.threads if model.source == "identity" else THREADS // way.sessions
         key = (model.source, threads, number, way.spin)
         if key not in self._sessions:
@@ -192,7 +193,7 @@ class Bench:
 
     def _load(self, case: Case) -> tuple[float, dict[str, float]]:
         """Requests per second of all clients together, and what the statistics say of them."""
-        model = MODELS[case.model]
+        model = self._models[case.model]
         seconds = self._settings.seconds(TINY_S if model.source == "identity" else NETWORK_S)
         order = Order(
             model=model.name,
@@ -243,7 +244,7 @@ def goals(tiny: list[Row[Case]], networks: list[Row[Case]]) -> list[Goal]:
         ("batched, 1 client process", 200_000),
         (f"batched, {AWAITED} awaited on one event loop", 100_000),
     )
-    networks_of_8 = [f"{source}, 8 clients, batches ≤ 8, an instance per core" for source in NETWORKS]
+    networks_of_8 = [name for name in by_name if name.endswith("8 clients, batches ≤ 8, an instance per core")]
     squeezenet = "squeezenet, 4 clients, batches ≤ 4, an instance per core"
     return [
         *(
@@ -258,22 +259,23 @@ def goals(tiny: list[Row[Case]], networks: list[Row[Case]]) -> list[Goal]:
 
 
 @contextlib.contextmanager
-def _bench(settings: Settings) -> Iterator[Bench]:
+def _bench(models: dict[str, Model], settings: Settings) -> Iterator[Bench]:
     with contextlib.ExitStack() as stack:
-        broker = stack.enter_context(Broker(MODELS.values()))
+        broker = stack.enter_context(Broker(models.values()))
         clients = [stack.enter_context(Companion("bench.load", broker.url)) for _ in range(max(PROCESSES))]
-        bench = Bench(broker, clients, settings)
+        bench = Bench(broker, models, clients, settings)
         stack.callback(bench.close)
         yield bench
 
 
 def main() -> None:
     settings = parse("Requests per second, against the model in-process")
+    sources = NETWORKS[:1] if settings.quick else NETWORKS  # the others take long, and work the same way
     facts = machine()
     print(facts, flush=True)
     tiny = [Row(name, case) for name, case in tiny_cases().items()]
-    networks = [Row(name, case) for name, case in network_cases().items()]
-    with _bench(settings) as bench:
+    networks = [Row(name, case) for name, case in network_cases(sources).items()]
+    with _bench(models_of(sources), settings) as bench:
         interleave([*tiny, *networks], settings.rounds, bench.measure)
     tables = {
         "tiny": Table(

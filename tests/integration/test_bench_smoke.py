@@ -41,8 +41,7 @@ TINY = {
     )
 }
 NETWORKS = {
-    f"{network}, {load}"
-    for network in ("squeezenet", "resnet50")
+    f"squeezenet, {load}"
     for load in (
         "4 clients, batches ≤ 4, an instance per core",
         "8 clients, batches ≤ 8, an instance per core",
