@@ -16,8 +16,9 @@ from broker.quota import Quota
 from broker.records import Peer, add_region, record, region_info
 from broker.registry import Registry
 from shm import messages
-from shm.cuda.descriptor import CudaMemory
+from shm.cuda.descriptor import CudaMemory, _is_dma_buf, allocation_of
 from shm.errors import InferError
+from shm.sockets import close_all
 
 UID = os.getuid()
 ALICE, BOB = Peer(session=1, pid=101, uid=UID), Peer(session=2, pid=102, uid=UID + 1)
@@ -103,6 +104,27 @@ def test_equal_files_behind_descriptors_are_one_allocation(registry: Registry) -
     assert one == again
     assert len({one, another, *unknown}) == 5
     assert {device for device, _ in unknown} == {-1}, "no file's"
+
+
+def test_nobody_asks_a_clients_file_system_about_a_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of a FUSE mount would answer when the client likes."""
+    asked: list[int] = []
+    fstat = os.fstat
+    monkeypatch.setattr(os, "fstat", lambda fd: (asked.append(fd), fstat(fd))[1])
+    for fd in (os.open("/proc/self/status", os.O_RDONLY), os.open("/dev/null", os.O_RDWR), -1):
+        assert allocation_of(fd) is None
+        close_all((fd,))
+    assert not asked
+    fd = os.memfd_create("vmm")
+    assert allocation_of(fd) == (fstat(fd).st_dev, fstat(fd).st_ino)
+    assert asked == [fd]
+    os.close(fd)
+
+
+def test_dma_bufs_are_known_by_what_the_kernel_says_of_them() -> None:
+    common = b"pos:\t0\nflags:\t02000002\nmnt_id:\t15\nino:\t1061\n"
+    assert _is_dma_buf(common + b"size:\t4096\ncount:\t2\nexp_name:\tnvidia\nname:\t\xff\n")
+    assert not _is_dma_buf(common)
 
 
 def test_without_a_worker_there_triton_says_so(registry: Registry) -> None:
