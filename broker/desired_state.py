@@ -214,7 +214,10 @@ class DesiredState:
         """False: a request of it could only be told that a region is gone."""
         assert isinstance(plan, BindPlan)
         tensors = (*plan.inputs, *plan.outputs, *([plan.credit] if plan.credit is not None else ()))
-        return all((tensor.region, tensor.generation) in self.regions for tensor in tensors)
+        named = [(tensor.region, tensor.generation) for tensor in tensors]
+        if plan.events is not None:
+            named.append(plan.events)
+        return all(region in self.regions for region in named)
 
     async def _bring(self, wanted: Wanted) -> None:
         while True:

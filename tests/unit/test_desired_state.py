@@ -7,7 +7,7 @@ import os
 
 from broker.desired_state import DesiredState, Wanted
 from broker.supervision import LoadDeaths
-from broker.worker.messages import LinkMessage, Ping
+from broker.worker.messages import BindPlan, LinkMessage, Ping
 
 
 class Process:
@@ -44,3 +44,23 @@ def test_what_is_taken_back_while_it_is_brought_is_not_sent():
     for _, descriptors in asked:
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def test_a_plan_is_brought_only_where_its_regions_and_its_events_are():
+    """Those of clients that have not let go of them yet: each of their requests would be told that a region is gone."""
+
+    async def brought() -> set[int]:
+        state = DesiredState(LoadDeaths(5), lambda message, reason: None, lambda: "")
+        process = Process()
+        state.process = process  # type: ignore[assignment]
+        state.regions[1, 1] = Wanted(Ping())
+        for index, events in enumerate([None, (1, 1), (1, 2)]):
+            plan = BindPlan(
+                session=1, index=index, generation=1, model="m", version=1, inputs=(), outputs=(), input_positions=1,
+                output_positions=1, rows=0, events=events,
+            )  # fmt: skip
+            state.plans[1, index, 1] = Wanted(plan)
+        await state.bring_rest()
+        return {message.index for message, _ in process.asked if isinstance(message, BindPlan)}
+
+    assert asyncio.run(brought()) == {0, 1}
