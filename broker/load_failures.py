@@ -24,16 +24,17 @@ BAD_OVERRIDE = "Invalid config override: "
 def roots_of(repositories: Iterable[str]) -> tuple[str, ...]:
     """How paths in `repositories` begin, also with links followed. Looks at the disk."""
     found = {form for each in repositories if each for form in (each.rstrip("/"), os.path.realpath(each).rstrip("/"))}
-    return tuple(sorted(filter(None, found), key=len, reverse=True))
+    return tuple(sorted(filter(None, found), key=lambda root: (-len(root), root)))
 
 
 def for_clients(reason: str, roots: Iterable[str]) -> str:
     """`reason` with paths as they are seen from the repository: where that lies is the operator's business, and in the
     log.
     """
-    for root in roots:
+    for root in filter(None, roots):
+        name = os.path.basename(root).replace("\\", r"\\")  # of which `re.sub` would make references
         reason = re.sub(rf"(?<!{_IN_PATH}){re.escape(root)}/+", "", reason)
-        reason = re.sub(rf"(?<!{_IN_PATH}){re.escape(root)}(?!{_IN_PATH})", os.path.basename(root), reason)
+        reason = re.sub(rf"(?<!{_IN_PATH}){re.escape(root)}(?!{_IN_PATH})", name, reason)
     return reason
 
 

@@ -99,7 +99,7 @@ class Models(Catalogue):
         self.leases = Leases()
         self._turns = Turns()
         self.memory = ModelMemory(self, workers.blocks, self.leases, memory_limit, self._unload_all, self._turns.taken)
-        self._life = VersionLife(workers, self, self._overrides, self.memory, loads=loads, retries=retries)
+        self._life = VersionLife(workers, self, self._overrides, self.memory, self._roots, loads=loads, retries=retries)
         self._loads = Loads()
         self._waiting: dict[str, asyncio.Task[None]] = {}  # loads that have not looked at the files yet
         self._unawaited = Unawaited()

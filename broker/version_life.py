@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Iterator
 from typing import final
 
 from broker.catalogue import LOADING, READY, UNAVAILABLE, UNLOADED, UNLOADING, Catalogue, Version
-from broker.load_failures import for_clients, roots_of
+from broker.load_failures import for_clients
 from broker.logical_worker import Worker
 from broker.model_memory import ModelMemory
 from broker.model_sizes import resident
@@ -33,7 +33,9 @@ _log = logging.getLogger(__name__)
 
 @final
 class VersionLife:
-    """`loads`: how many versions load at a time. `retries`: how often more than once each is tried."""
+    """`loads`: how many versions load at a time. `retries`: how often more than once each is tried. `roots`: of the
+    repositories (`load_failures.roots_of`).
+    """
 
     __slots__ = (
         "_catalogue",
@@ -43,6 +45,7 @@ class VersionLife:
         "_memory",
         "_overrides",
         "_retries",
+        "_roots",
         "_workers",
     )
 
@@ -52,6 +55,7 @@ class VersionLife:
         catalogue: Catalogue,
         overrides: Overrides,
         memory: ModelMemory,
+        roots: tuple[str, ...] = (),
         *,
         loads: int = LOADS,
         retries: int = 0,
@@ -62,6 +66,7 @@ class VersionLife:
         self._memory = memory
         self._may_load = asyncio.Semaphore(loads)
         self._retries = retries
+        self._roots = roots
         self._generations = itertools.count(1)
         self._draining: set[asyncio.Task[None]] = set()
 
@@ -118,7 +123,8 @@ class VersionLife:
             workers = await self._on_workers(config, number, generation, version)
         except InferError as error:
             _log.error("failed to load '%s' version %d: %s", config.name, number, error.message)
-            reason = for_clients(error.message, roots_of((os.path.dirname(config.directory),)))
+            own = os.path.dirname(config.directory).rstrip("/")  # none of the others, of files that came with a load
+            reason = for_clients(error.message, (own, *self._roots))
             if not serving:
                 version.state, version.reason = UNAVAILABLE, reason
             return reason

@@ -31,3 +31,9 @@ def test_links_are_followed(tmp_path: Path) -> None:
     roots = roots_of((str(tmp_path / "link"), "/", ""))
     assert roots == (str(tmp_path / "link"), str(tmp_path / "real"))
     assert for_clients(f"{tmp_path}/real/m and {tmp_path}/link/m", roots) == "m and m"
+
+
+def test_a_root_may_have_any_name() -> None:
+    """What its name has of backslashes is no reference to a group."""
+    assert for_clients("cannot read /srv/a\\1 or /srv/a\\1/m", (r"/srv/a\1",)) == r"cannot read a\1 or m"
+    assert for_clients("/x: no such file", ("",)) == "/x: no such file"
