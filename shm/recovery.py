@@ -25,6 +25,7 @@ from shm.layout import (
     HEAD,
     LEDGER_CTAIL,
     MARK,
+    NOTE_BYTES,
     RESPONDED,
     STARTED,
     SUBMISSION,
@@ -92,7 +93,7 @@ def bury(
         for request, state, entry in _unfinished(channel, now_ns):
             verdict = _sentence(request, state, retryable(entry[1]))
             if verdict is not None:
-                request.fail(verdict[0], f"{reason}; {verdict[1]}" if reason else verdict[1])
+                request.fail(verdict[0], _told(reason, verdict[1]))
                 channel.complete((request,))
                 endings.append(Ending(entry[1], request.attempts, verdict[1]))
         channel.ring()
@@ -159,6 +160,14 @@ def _unfinished(channel: WorkerChannel, now_ns: int) -> Iterator[tuple[Request, 
         request.attempts = attempts
         channel.live[slot] = request
         yield request, state, entry
+
+
+def _told(reason: str, sentence: str) -> str:
+    """Both, with as much of the reason as a note has room for: whose fault a death is shows in the sentence."""
+    if not reason:
+        return sentence
+    room = NOTE_BYTES - len(f"; {sentence}".encode())
+    return f"{reason.encode(errors='replace')[:room].decode(errors='ignore')}; {sentence}"
 
 
 def _sentence(request: Request, state: int, retryable: bool | None) -> Verdict | None:
