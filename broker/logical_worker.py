@@ -340,7 +340,7 @@ class Worker:
 
     async def _after_death(self, pid: int, ended: Exit) -> None:
         self.last_death = ended.text
-        self._before = Predecessor(ended.text, time.monotonic_ns()) if self._was_ready else self._before
+        self._before = Predecessor(ended.told, time.monotonic_ns()) if self._was_ready else self._before
         self.restarts += 1
         delay_s = self._back_off.after_death(self._was_ready)
         _log.error("worker '%s' (pid %d): %s; next start in %g s", self.key, pid, ended.text, delay_s)

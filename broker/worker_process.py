@@ -53,10 +53,11 @@ class Lacking(InferError):
 
 
 class Exit(NamedTuple):
-    """How a process ended: `signal` is 0 unless one killed it."""
+    """How a process ended: `signal` is 0 unless one killed it. `told`: what clients hear of a worker's end."""
 
     text: str
     signal: int
+    told: str = ""
 
 
 def describe_exit(code: int | None) -> Exit:
@@ -181,9 +182,9 @@ class WorkerProcess:
         kill(self.pidfd)
 
     def exit(self, code: int | None) -> Exit:
-        """How it ended, given what `Zygote.exit_code` said of it."""
+        """How it ended, given what `Zygote.exit_code` said of it. Why it was killed may not be for clients."""
         ended = describe_exit(code)
-        return ended._replace(text=self.kill_reason) if self.kill_reason else ended
+        return Exit(self.kill_reason or ended.text, ended.signal, self.kill_told or ended.text)
 
     def close(self) -> None:
         """Close the descriptors. Only after `died`."""

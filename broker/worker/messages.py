@@ -36,7 +36,9 @@ class LinkMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
 
 
 class Predecessor(msgspec.Struct, frozen=True):
-    """The process of a worker before this one, if it had served: how it ended, and when (CLOCK_MONOTONIC, ns)."""
+    """The process of a worker before this one, if it had served: how it ended, as clients may be told, and when
+    (CLOCK_MONOTONIC, ns).
+    """
 
     how: str
     ended_ns: int

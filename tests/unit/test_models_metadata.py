@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from broker.catalogue import tensor_metadata
 from broker.repository.config import TensorConfig
-from broker.worker_process import describe_exit
+from broker.worker_process import WorkerProcess, describe_exit
 
 
 def test_the_batch_dimension_has_one_symbol_for_all():
@@ -42,4 +45,17 @@ def test_what_clients_may_know_is_carried_over():
     ],
 )
 def test_how_a_process_ended(code, text, signal):
-    assert describe_exit(code) == (text, signal)
+    assert describe_exit(code)[:2] == (text, signal)
+
+
+@pytest.mark.parametrize(
+    ("reason", "told", "heard"),
+    [
+        ("", "", "killed by SIGKILL"),
+        ("cannot take up its work: no memory for model 'other'", "", "killed by SIGKILL"),
+        ("hung: model 'm' had run for 9.0 s", "model 'm' hung", "model 'm' hung"),
+    ],
+)
+def test_why_the_broker_killed_a_worker_is_for_clients_only_where_it_says_so(reason, told, heard):
+    killed: Any = SimpleNamespace(kill_reason=reason, kill_told=told)
+    assert WorkerProcess.exit(killed, -9) == (reason or "killed by SIGKILL", 9, heard)
