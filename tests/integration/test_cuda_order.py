@@ -22,6 +22,8 @@ from tests.integration.test_cuda_served import ADDER, GPU_PIPE, IDENTITY, PIPE, 
 
 pytestmark = pytest.mark.timeout(120)
 EVENTS = 64  # clientlib.cuda_order's
+PATIENCE_S = 4  # of the workers: enough to open a gate meanwhile on a busy machine
+VAIN = f"the event of this request did not happen within {PATIENCE_S} s"
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,8 @@ def broker(cuda_sim: CudaEnv, tmp_path_factory: pytest.TempPathFactory) -> Itera
     (directory / "run").mkdir()
 
     def before() -> None:
-        os.environ.update(cuda_sim.environ, PYTHONPATH=str(ROOT))
+        patience = str(1000 * PATIENCE_S)
+        os.environ.update(cuda_sim.environ, PYTHONPATH=str(ROOT), TENSORBROKER_EVENT_PATIENCE_MS=patience)
 
     with Broker(repository, directory / "run", before=before) as running:
         yield running.ready()
@@ -119,23 +122,23 @@ def test_a_model_on_the_cpu_gets_its_copy_after_the_event(broker: Broker, shared
 
 
 @pytest.mark.parametrize(("model", "times"), [("pipe", 2), ("gpu_pipe", 3)])
-def test_an_ensemble_begins_after_the_event(shared: Child, model: str, times: int) -> None:
+def test_an_ensemble_begins_after_the_event(broker: Broker, cuda_sim: CudaEnv, model: str, times: int) -> None:
     """Also one whose members are in several workers: then its inputs are copied at its beginning."""
-    shared.call("allocate", "e", "gpu")
-    shared.call("prepare", model, {"IN": "e"}, {"OUT": "e"}, [1, 4])
-    for value in (1, 2):
-        shared.call("infer", {"IN": value}, "OUT")
-        shared.call("write_late", {"IN": 10 * value})
-        shared.call("submit", "event")
-        shared.call("open_later")
-        assert shared.call("result", "OUT") == 10 * value * times
-    shared.call("write_late", {"IN": 5})
-    shared.call("submit", "event")
-    with pytest.raises(InferError, match=f"in ensemble '{model}', the event of this request did not happen within 1 s"):
-        shared.call("result", "OUT")
-    shared.call("open_gate")
-    assert shared.call("run", "", "OUT") == 5 * times
-    shared.call("unregister", "e")
+    with producer(broker, cuda_sim) as child:
+        child.call("allocate", "e", "gpu")
+        child.call("prepare", model, {"IN": "e"}, {"OUT": "e"}, [1, 4])
+        for value in (1, 2):
+            child.call("infer", {"IN": value}, "OUT")
+            child.call("write_late", {"IN": 10 * value})
+            child.call("submit", "event")
+            child.call("open_later")
+            assert child.call("result", "OUT") == 10 * value * times
+        child.call("write_late", {"IN": 5})
+        child.call("submit", "event")
+        with pytest.raises(InferError, match=f"in ensemble '{model}', {VAIN}"):
+            child.call("result", "OUT")
+        child.call("open_gate")
+        assert child.call("run", "", "OUT") == 5 * times
 
 
 def test_a_ring_is_opened_once_and_its_events_are_used_again(
@@ -184,28 +187,25 @@ def test_a_replacement_of_the_worker_has_the_events_too(
     assert user.call("result", "OUTPUT0") == 30
 
 
-def test_an_event_that_does_not_happen_ends_its_request_and_no_other(
-    broker: Broker, user: Child, cuda_sim: CudaEnv
-) -> None:
-    user.call("write_late", {"INPUT0": 10, "INPUT1": 20})
-    user.call("submit", "event")
-    with producer(broker, cuda_sim) as other:
-        prepared(other)
-        assert other.call("run_many", 2) == [2, 3], "others only wait for a while"
-    with pytest.raises(InferError, match=r"\[UNAVAILABLE\] the event of this request did not happen within 1 s"):
-        user.call("result", "OUTPUT0")
-    user.call("submit", "event")  # waited for less long: what came before has kept everybody waiting in vain
-    with pytest.raises(InferError, match=r"did not happen within 0.1 s"):
-        user.call("result", "OUTPUT0")
-    user.call("open_gate")
-    assert user.call("run", "synchronize", "OUTPUT0") == 30
-    assert user.call("run", "event", "OUTPUT0") == 30
-    user.call("write_late", {"INPUT0": 11, "INPUT1": 20})
-    user.call("submit", "event")
-    user.call("open_gate")
-    assert user.call("result", "OUTPUT0") == 31, "it is waited for again"
+def test_an_event_that_does_not_happen_ends_its_request_and_no_other(broker: Broker, cuda_sim: CudaEnv) -> None:
+    """The next one is waited for less long: what came before has kept everybody waiting in vain."""
+    with producer(broker, cuda_sim) as late:
+        prepared(late)
+        late.call("write_late", {"INPUT0": 10, "INPUT1": 20})
+        late.call("submit", "event")
+        with producer(broker, cuda_sim) as other:
+            prepared(other)
+            assert other.call("run_many", 2) == [2, 3], "others only wait for a while"
+        with pytest.raises(InferError, match=rf"\[UNAVAILABLE\] {VAIN}"):
+            late.call("result", "OUTPUT0")
+        late.call("submit", "event")
+        with pytest.raises(InferError, match="did not happen within") as again:
+            late.call("result", "OUTPUT0")
+        assert VAIN not in again.value.message
+        late.call("open_gate")
+        assert late.call("run", "synchronize", "OUTPUT0") == 30
     row = broker.client().ask("GetMetrics")["metrics"]["gpu_memory"]["gpu0/tensorrt"]
-    assert (row["waits"] >= 3, row["wait_ns"] > 10**9) == (True, True)
+    assert (row["waits"] >= 2, row["wait_ns"] > PATIENCE_S * 10**9) == (True, True)
 
 
 def test_the_deadline_of_a_request_holds_while_its_event_is_waited_for(user: Child) -> None:

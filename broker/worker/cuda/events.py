@@ -2,16 +2,18 @@
 
 Opened by `broker.worker.cuda.windows` for a region of kind "events"; `broker.worker.cuda.execute` asks before a run.
 
-The thread looks, for a second at most, instead of having the instance's stream wait (cuStreamWaitEvent): what was
-enqueued cannot be taken back, so a client whose event never happens, or that was killed before, would hold up an
-instance that is everybody's until its worker is killed, too.
+The thread looks, for a second at most (TENSORBROKER_EVENT_PATIENCE_MS), instead of having the instance's stream wait
+(cuStreamWaitEvent): what was enqueued cannot be taken back, so a client whose event never happens, or that was killed
+before, would hold up an instance that is everybody's until its worker is killed, too.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Final, NamedTuple, final
 
@@ -24,8 +26,10 @@ from shm.cuda.sync import OpenedRing
 from shm.errors import Code, InferError
 from shm.statistics import GPU_WAIT_NS, GPU_WAITS
 
-PATIENCE_NS: Final = 1_000_000_000  # for all requests of a batch together
-IMPATIENCE_NS: Final = 100_000_000  # for a client that was waited for in vain, until an event of it comes in time
+_ASKED = os.environ.get("TENSORBROKER_EVENT_PATIENCE_MS", "")
+PATIENCE_NS: Final = 1_000_000 * (int(_ASKED) if _ASKED.isdecimal() else 1000)  # for all requests of a batch together
+IMPATIENCE_NS: Final = 100_000_000  # for a client that has just been waited for in vain
+RECOVERY: Final = 10  # a client is waited for as long as the tenth of the time since it was in vain
 AWAKE_NS: Final = 100_000  # after which the thread sleeps between two looks
 PAUSE_S: Final = 50e-6
 _now = time.monotonic_ns
@@ -33,15 +37,43 @@ _counting = threading.Lock()
 
 
 @final
+class Patience:
+    """How long clients are waited for, each as a whole, whatever rings it has: all instances are everybody's.
+
+    Waiting in vain takes a tenth of an instance's time or less, beside 0.1 s for each request. Times: CLOCK_MONOTONIC.
+    """
+
+    __slots__ = ("_in_vain", "_lock")
+
+    def __init__(self) -> None:
+        self._in_vain: dict[int, int] = {}  # when a session was, the last time, where that counts yet
+        self._lock = threading.Lock()
+
+    def with_client(self, owner: int, now: int) -> int:
+        """How long, in ns, session `owner` is waited for."""
+        last = self._in_vain.get(owner)
+        return PATIENCE_NS if last is None else min(PATIENCE_NS, max(IMPATIENCE_NS, (now - last) // RECOVERY))
+
+    def was_in_vain(self, owner: int, now: int) -> None:
+        """An event of session `owner` was waited for and did not happen."""
+        with self._lock:
+            self._in_vain[owner] = now
+            for other, last in list(self._in_vain.items()):
+                if now - last >= RECOVERY * PATIENCE_NS:
+                    del self._in_vain[other]
+
+
+@final
 class Events:
-    """The ring of one session. `words`: the worker's own, where waits are counted."""
+    """A ring of session `owner`. `words`: the worker's own, where waits are counted."""
 
-    __slots__ = ("_ended", "_ordinal", "_patience", "_ring", "_words")
+    __slots__ = ("_ended", "_ordinal", "_owner", "_patience", "_ring", "_words")
 
-    def __init__(self, name: str, events: CudaEvents, ordinal: int, words: memoryview) -> None:
-        self._ordinal, self._words = ordinal, words
+    def __init__(
+        self, name: str, events: CudaEvents, owner: int, ordinal: int, words: memoryview, patience: Patience
+    ) -> None:
+        self._owner, self._ordinal, self._words, self._patience = owner, ordinal, words, patience
         self._ended = False
-        self._patience = PATIENCE_NS
         events.check(name)
         try:
             with Context(ordinal):
@@ -73,18 +105,19 @@ class Events:
         """One look, `since` the first. Raises as `wait`."""
         make_current(self._ordinal)
         if self._ring.happened(number - 1):
-            self._patience = PATIENCE_NS
             return True
         if self._ended:
             raise InferError(Code.NOT_FOUND, "the events of this request were unregistered")
         if deadline_ns and now >= deadline_ns:
             raise InferError(*EXPIRED)
-        if now >= until_ns or now - since >= self._patience:
-            waited, self._patience = self._patience, IMPATIENCE_NS
+        patience = self._patience.with_client(self._owner, since)
+        if now >= until_ns or now - since >= patience:
+            if now > since:  # else the time went to others of its batch
+                self._patience.was_in_vain(self._owner, now)
             raise InferError(
                 Code.UNAVAILABLE,
-                f"the event of this request did not happen within {waited / 1e9:g} s: submit later, or wait for the "
-                "stream first (order='synchronize')",
+                f"the event of this request did not happen within {patience / 1e9:.3g} s: submit later, or wait for "
+                "the stream first (order='synchronize')",
             )
         return False
 
@@ -131,6 +164,8 @@ class _Waiting(NamedTuple):
             if not self.events.happened(self.request.wait_event, self.since, now, self.until, self.request.deadline):
                 return False
         except Exception as error:
+            if isinstance(error, CudaError):
+                end_if_lost(error, "an event of a client")
             self.then(error)
         else:
             if now > self.since:
@@ -158,9 +193,18 @@ class Waiters:
         events, now = events_of(request, plan), _now()
         with self._lock:
             if not self._at_work:
-                threading.Thread(target=self._look, name="events", daemon=True).start()
+                threading.Thread(target=self._serve, name="events", daemon=True).start()
                 self._at_work = True
             self._waiting.append(_Waiting(request, events, now, now + PATIENCE_NS, then))
+
+    def _serve(self) -> None:
+        try:
+            self._look()
+        except BaseException:
+            # Requests would wait for ever: the worker's replacement redoes them from the ledger.
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(70)
 
     def _look(self) -> None:
         while True:

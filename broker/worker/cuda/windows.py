@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import final
 
-from broker.worker.cuda.events import Events
+from broker.worker.cuda.events import Events, Patience
 from broker.worker.cuda.mirrors import Mirror, Mirrors
 from broker.worker.cuda.regions import CudaRegion, CudaRegions
 from broker.worker.cuda.streams import Bytes, address, end_if_lost
@@ -103,12 +103,13 @@ class Windows:
     `words`: the worker's own, for the broker to read.
     """
 
-    __slots__ = ("_before", "_device", "_ordinals", "_tables", "_words", "mirrors")
+    __slots__ = ("_before", "_device", "_ordinals", "_patience", "_tables", "_words", "mirrors")
 
     def __init__(self, device: str, words: memoryview) -> None:
         self._device, self._words = device, words
         self._before = tuple(words[word] for word in (GPU_OPENS, GPU_CLOSES, GPU_EVICTIONS))  # of processes before us
         self.mirrors = Mirrors()
+        self._patience = Patience()
         self._ordinals: dict[str, int] = {}
         self._tables: dict[str, tuple[CudaRegions, int]] = {}
 
@@ -142,7 +143,7 @@ class Windows:
             raise InferError(
                 Code.INVALID_ARG, f"failed to register '{info.name}': its events are of {uuid}, not {self._device}"
             )
-        return Events(info.name, info.events, self._ordinal_of(uuid), self._words)
+        return Events(info.name, info.events, info.owner, self._ordinal_of(uuid), self._words, self._patience)
 
     def count(self) -> None:
         """Write into the worker's words what it has opened and closed."""
