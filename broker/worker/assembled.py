@@ -29,8 +29,8 @@ from broker.worker.model import Instance
 from broker.worker.plans import PlacedTensor, Plan
 from broker.worker.running import check_sizes, fail, run_watched
 from broker.worker.sequence import Sequence as SequenceRecord
-from broker.worker.undelivered import Kept
-from shm import datatypes
+from broker.worker.undelivered import Kept, worth_keeping
+from shm import datatypes, statistics
 from shm.admission import Request
 from shm.errors import Code, InferError, is_too_small
 from shm.parameters import key_of
@@ -48,11 +48,37 @@ def run_assembled(instance: Instance, assembly: Assembly, rows: Sequence[Row], n
         if row is not None:
             row.queue_ns = now - row.arrival
             row.note = b""
+            if isinstance(row.sequence, Kept):  # a batch of its own
+                _hand_over(instance, row, row.sequence)
+                return
     for key in _keys(instance, assembly, rows):
         part = [row if row is not None and row in key else None for row in rows]
         if not assembly.stateful:
             part = [row for row in part if row is not None]
         _run_part(instance, assembly, part, again=not assembly.stateful and len(part) > 1)
+
+
+def _hand_over(instance: Instance, request: Request, kept: Kept) -> None:
+    """Answer a request for what a step has given that has run. What does not fit now either is an error, and gone."""
+    plan = request.plan
+    assert isinstance(plan, Plan)
+    began = _now()
+    try:
+        check_sizes(plan)
+        for tensor in plan.outputs:
+            if tensor.name not in kept.outputs:
+                text = f"output '{tensor.name}' was not asked for when this step was run"
+                raise InferError(Code.INVALID_ARG, text)
+        arrays = [kept.outputs[tensor.name] for tensor in plan.outputs]
+        request.copied = deliver(instance.model, request, plan.outputs, arrays)
+    except Exception as error:
+        fail(instance, request, error, began)
+        return
+    request.give(kept.given)
+    kept.record.states.update(kept.states)
+    request.output_ns = _now() - began
+    instance.count_copy("output", request.copied)
+    instance.block[statistics.SUCCESS] += 1
 
 
 def _keys(instance: Instance, assembly: Assembly, rows: Sequence[Row]) -> list[list[Request]]:
@@ -315,7 +341,8 @@ class _Batch:
                 states = {state.input_name: parts[state.output_name][at] for state in self._assembly.states}
                 for state in self._assembly.states:
                     check_state(instance.model.config, state, states[state.input_name])
-                row.sequence.kept = Kept(row.sequence, outputs, states, given)
+                if worth_keeping(array.nbytes for array in (*outputs.values(), *states.values())):
+                    row.sequence.kept = Kept(row.sequence, outputs, states, given)
             raise
         row.give(given)
         instance.count_copy("output", delivered)

@@ -9,6 +9,7 @@ from broker.worker.model import Instance
 from broker.worker.plans import Plan
 from broker.worker.queues import Row
 from broker.worker.sequence_endings import Ending, tell
+from broker.worker.undelivered import Kept
 from shm.admission import Publishes, Request
 from shm.worker_channel import WorkerChannel
 
@@ -47,9 +48,9 @@ class Batch:
 
     def short(self) -> bool:
         """Is this known to be over sooner than a hand-off is worth? Unmeasured is long."""
-        if self.alone or self.endings:
+        request = self.requests[0] if self.requests else None
+        if request is None or self.alone or self.endings or isinstance(request.sequence, Kept):
             return False
-        request = self.requests[0]
         if len(self.requests) == 1 and isinstance(request.plan, Plan):
             key = (self.instance.number, request.input_position, request.output_position, request.rows)
             execution = request.plan.bindings.get(key)

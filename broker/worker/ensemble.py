@@ -216,6 +216,11 @@ class Ensemble:
             raise InferError(*lost(self.model.name, request.sequence_id))
         return kept
 
+    def gone(self, owner: int) -> None:
+        """The client is gone: nobody asks for what is kept for it."""
+        with self._lock:
+            self._undelivered.drop(owner)
+
     def at_once(self, plan: Plan, request: Request) -> Prepared | None:
         """What an earlier run on the same position left, for a run during which nobody else can want it."""
         found = plan.bindings.get(self._key(request))

@@ -21,6 +21,7 @@ from broker.worker.ensemble_steps import Asked, plan_of, told
 from broker.worker.model import LoadedModel
 from broker.worker.plans import Bytes, PlacedTensor, Plan
 from broker.worker.running import check_sizes
+from broker.worker.undelivered import worth_keeping
 from shm.admission import EXPIRED, Request
 from shm.errors import Code, InferError, as_infer_error, is_too_small, too_small
 from shm.layout import SEQUENCE_AGAIN
@@ -294,7 +295,8 @@ class Run(Withdrawable):
                 self._deliver()
             except Exception as error:
                 self._fail(error)
-                if request.sequence_id and isinstance(error, InferError) and is_too_small(error.message):
+                asked = request.sequence_id and not request.ended
+                if asked and isinstance(error, InferError) and is_too_small(error.message):
                     self._keep_undelivered()
         self._ensemble.unpin(self._members)
         if not request.code:  # what a run that failed has left would have to be looked through
@@ -306,7 +308,8 @@ class Run(Withdrawable):
     def _keep_undelivered(self) -> None:
         """Its steps must not run twice, and this is no memory of the client's, nor a GPU's."""
         given = {tensor.name: self._values[tensor.name] for tensor in self._plan.outputs}
-        if all(value.region.gpu is None for value in given.values()):
+        on_host = all(value.region.gpu is None for value in given.values())
+        if on_host and worth_keeping(value.byte_size for value in given.values()):
             self._ensemble.keep_undelivered(self._request, Outputs.copied(given))
 
     # --- the answer ---------------------------------------------------------------------------------------------
@@ -331,7 +334,7 @@ class Run(Withdrawable):
                 self._ensemble.count_copy(reason, value.byte_size)
         request.note = struct.pack(f"<{len(note)}Q", *note) if note else b""
         cached = self._ensemble.model.cached
-        if cached is not None:
+        if cached is not None and len(self._copies) == len(plan.inputs):  # else the step had run before
             outputs = [
                 Output(tensor.name, shape, _bytes(value.region.bytes, value.offset, value.byte_size))
                 for tensor, value, shape in answers

@@ -17,12 +17,11 @@ from broker.worker.endings import count_endings
 from broker.worker.ensemble_inline import lone_run
 from broker.worker.execute import run_batch
 from broker.worker.hot_set import HotSet
-from broker.worker.intake import hand_over, take_in, withdraw
+from broker.worker.intake import take_in, withdraw
 from broker.worker.model import LoadedModel
 from broker.worker.plans import Plan
 from broker.worker.scheduler import Refused, Scheduler
 from broker.worker.turn import Inline, Turn
-from broker.worker.undelivered import HAND_OVER
 from shm import statistics
 from shm.admission import Request
 from shm.errors import Code
@@ -347,8 +346,7 @@ class Loop:
 
     def _refuse(self, refused: Iterable[Refused]) -> None:
         for request, verdict in refused:
-            if verdict is not HAND_OVER or not hand_over(request):
-                self.end([request], *verdict)
+            self.end([request], *verdict)
 
     def _run(self, batch: Batch) -> None:
         requests = batch.requests

@@ -67,8 +67,7 @@ class Scheduler:
 
     def _enqueue(self, requests: Sequence[Request]) -> list[Refused]:
         refused: list[Refused] = []
-        listed = None
-        timed = False
+        listed, timed = None, False
         for request in requests:
             model: LoadedModel = request.plan.model  # type: ignore[union-attr]
             free = idle(self.limiter, model) if model.timed and not (self.alone or self.suspects) else 0
@@ -149,6 +148,8 @@ class Scheduler:
                 if isinstance(model.queue, Sequences):
                     model.queue.gone(owner)
                     self._list(model)
+                elif model.ensemble is not None:
+                    model.ensemble.gone(owner)
             self._look_at_times()
 
     def _list(self, model: LoadedModel) -> None:
@@ -289,8 +290,7 @@ class Scheduler:
             self.running -= 1
             if instance.model.streams is None:
                 self._requests -= len(batch.requests)
-            if batch.alone:
-                self.alone = False
+            self.alone = self.alone and not batch.alone
             if instance.model.timed:
                 self._look_at_times()
 

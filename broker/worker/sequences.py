@@ -15,7 +15,7 @@ from broker.repository.scheduling import SequenceBatching
 from broker.worker import sequence_endings as endings
 from broker.worker.queues import Row
 from broker.worker.sequence import Key, Line, Sequence
-from broker.worker.undelivered import HAND_OVER, Kept, Undelivered, lost
+from broker.worker.undelivered import Kept, Undelivered, lost
 from shm import statistics
 from shm.admission import Request, Verdict
 from shm.errors import Code
@@ -55,6 +55,7 @@ class Sequences:
         self._dropped: dict[Request, Verdict] = {}  # they leave by `late`
         self._again: set[Request] = set()  # those that wait to run once more: they have begun, and leave by `done` only
         self._undelivered: Undelivered[Kept] = Undelivered()
+        self._asked: dict[Request, Line | None] = {}  # for what was undelivered: that is their `sequence`; they wait
         self.endings = endings.Endings(instances)
         self._waiting = 0
         self._until = 0  # draining: when it is over
@@ -64,15 +65,16 @@ class Sequences:
         self._hold = (delay, backlog_delay)  # TRITONSERVER_DELAY_SCHEDULER, TRITONSERVER_BACKLOG_DELAY_SCHEDULER
 
     def __len__(self) -> int:
-        return self._waiting + len(self._dropped) + len(self.endings)  # until the model knows of them, too
+        waiting = self._waiting + len(self._asked) + len(self._dropped)
+        return waiting + len(self.endings)  # until the model knows of them, too
 
     def add(self, request: Request, now: int, free: int = 0) -> Verdict | None:
-        """Take the request into its sequence's line; a verdict in Triton's words when it breaks a rule.
-
-        HAND_OVER for a step that has run: `request.sequence` is its result then.
-        """
-        refusal = self._asked_again(request) if self._undelivered or request.flags & SEQUENCE_AGAIN else None
-        refusal = refusal or self._refusal(request)
+        """Take the request into its sequence's line; a verdict in Triton's words when it breaks a rule."""
+        if self._undelivered or request.flags & SEQUENCE_AGAIN:
+            lacking = self._asked_again(request, now)
+            if lacking is not None or request in self._asked:
+                return lacking
+        refusal = self._refusal(request)
         if refusal is not None:
             return refusal
         number, key = request.sequence_id, _key(request)
@@ -116,14 +118,28 @@ class Sequences:
         self._look()
         return None
 
-    def _asked_again(self, request: Request) -> Verdict | None:
+    def _asked_again(self, request: Request, now: int) -> Verdict | None:
         kept = self._undelivered.take(_key(request))
         if not request.flags & SEQUENCE_AGAIN:
             return None  # something newer came
-        if kept is not None:
-            request.sequence = kept
-            return HAND_OVER
-        return None if request.flags & SEQUENCE_START else lost(self._name, request.sequence_id)
+        if kept is None:
+            return None if request.flags & SEQUENCE_START else lost(self._name, request.sequence_id)
+        request.sequence = kept
+        line = self._asked[request] = self._live.get(_key(request))
+        if line is not None:  # its states are there with the answer: steps that come now wait for that
+            line.running = request
+            self._touch(line, now)
+            self._look()
+        return None
+
+    def _asked_for(self) -> list[Request]:
+        """A batch of its own, on any instance: there is nothing to run."""
+        request, line = next(iter(self._asked.items()))
+        del self._asked[request]
+        if line is not None:
+            self._lines[request] = line
+        self.closed_by = statistics.IDLE
+        return [request]
 
     def _refusal(self, request: Request) -> Verdict | None:
         to_model = f"to model '{self._name}' must specify"
@@ -152,7 +168,7 @@ class Sequences:
 
     def continues(self, request: Request) -> bool:
         """Is it a further step of a sequence that runs here, while this is draining?"""
-        if request.flags & SEQUENCE_START or isinstance(request.sequence, Kept):
+        if request.flags & SEQUENCE_START:
             return False
         return request.arrival < self._until and _key(request) in self._live
 
@@ -173,7 +189,7 @@ class Sequences:
 
     def wants(self, now: int, instance: int = 0) -> bool:
         """Would `take` give this instance something?"""
-        return bool(self._next(now, instance))
+        return bool(self._asked or self._next(now, instance))
 
     def _next(self, now: int, instance: int, most: int = 0) -> list[Line]:
         """The lines of this instance whose requests run now."""
@@ -197,7 +213,8 @@ class Sequences:
                 again += 1
                 continue
             if isinstance(record, Sequence) and isinstance(record.kept, Kept):
-                if not line.queue:  # else those behind it may run before it could be asked for
+                # Those behind it may run before it could be asked for; for what has ended meanwhile, nobody asks.
+                if not (line.queue or row.ended or line.key[0] == NOBODY):
                     self._undelivered.keep(line.key, record.kept)
                 record.kept = None
             del self._lines[row]
@@ -211,11 +228,17 @@ class Sequences:
         if self._dropped.pop(request, None) is not None:
             self._look()
             return True
-        line = self._lines.get(request)
-        if line is None or line.running is request or request in self._again:
-            return False
-        del line.queue[request], self._lines[request]
-        self._waiting -= 1
+        if request in self._asked:
+            line = self._asked.pop(request)
+            if line is None:
+                return True
+            line.running = None
+        else:
+            line = self._lines.get(request)
+            if line is None or line.running is request or request in self._again:
+                return False
+            del line.queue[request], self._lines[request]
+            self._waiting -= 1
         if request.ended == Code.CANCELLED:
             self._end(line, CANCELLED, endings.CANCELLED)
         elif request.flags & SEQUENCE_START:
@@ -239,6 +262,7 @@ class Sequences:
         """The client is gone: nobody goes on with its sequences."""
         for line in [line for key, line in self._live.items() if key[0] == owner]:
             self._end(line, CANCELLED, endings.CLIENT_GONE)
+        self._undelivered.drop(owner)
         self._look()
 
     def unload(self, instance: int) -> list[endings.Ending]:

@@ -25,6 +25,8 @@ class DirectSequences(Sequences):
 
     def take(self, now: int, instance: int = 0, most: int = 0) -> Rows[Row]:
         """Rows up to the highest occupied slot, when one of them has a request."""
+        if self._asked:
+            return self._asked_for()
         ready = self._next(now, instance)
         if not ready:
             return ()
@@ -70,6 +72,8 @@ class OldestSequences(Sequences):
 
     def take(self, now: int, instance: int = 0, most: int = 0) -> Rows[Row]:
         """Up to the batch size; a smaller batch than preferred waits for the queue delay."""
+        if self._asked:
+            return self._asked_for()
         return [self._start(line, now) for line in self._next(now, instance, most)]
 
     def _next(self, now: int, instance: int, most: int = 0) -> list[Line]:

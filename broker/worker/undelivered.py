@@ -2,14 +2,15 @@
 
 To run the step once more instead would take the sequence a step too far, in models that keep the state themselves.
 `broker.worker.assembled` makes a `Kept` of such a result, `broker.worker.sequences` keeps and finds it under the
-scheduler's lock, and `broker.worker.intake` hands it over. Ensembles keep their own results (`ensemble_run`), so that
-none of their steps runs again. The client's part is the flag SEQUENCE_AGAIN.
+scheduler's lock, and gives the request for it to an instance as a batch of its own, which hands it over. Ensembles keep
+their own results (`ensemble_run`), so that none of their steps runs again. The client's part is the flag
+SEQUENCE_AGAIN.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, Generic, Protocol, TypeVar, final
 
 import numpy as np
@@ -21,9 +22,13 @@ from shm.errors import Code
 
 MAX_KEPT: Final = 64  # of a model: clients that mean to ask again do so at once
 MAX_BYTES: Final = 64 << 20  # of them all
-HAND_OVER: Final[Verdict] = (Code.OK, "its result is there")  # how a queue says so; by identity
 
 Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+def worth_keeping(sizes: Iterable[int]) -> bool:
+    """Is there room for a result of so many bytes? Asked before it is copied."""
+    return sum(sizes) <= MAX_BYTES
 
 
 @final
@@ -74,6 +79,11 @@ class Undelivered(Generic[K]):
         self._bytes += kept.byte_size
         while len(self._kept) > MAX_KEPT or self._bytes > MAX_BYTES:
             self.take(next(iter(self._kept)))
+
+    def drop(self, owner: int) -> None:
+        """The client is gone."""
+        for key in [key for key in self._kept if key[0] == owner]:
+            self.take(key)
 
     def take(self, key: Key) -> K | None:
         """It is asked for, or something newer came of its sequence."""

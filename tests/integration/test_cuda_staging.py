@@ -15,7 +15,7 @@ from broker.repository.config import TensorConfig
 from broker.repository.scheduling import Control, DynamicBatching, SequenceBatching
 from shm import datatypes, statistics
 from shm.errors import Code
-from shm.layout import SEQUENCE_START
+from shm.layout import SEQUENCE_AGAIN, SEQUENCE_START
 from tests.fakes.cuda import CudaEnv
 from tests.fakes.cuda_children import Child
 from tests.fakes.cuda_worker import (  # noqa: F401 (fixtures)
@@ -36,6 +36,39 @@ from tests.fakes.cuda_worker import (  # noqa: F401 (fixtures)
 )
 from tests.fakes.loaded import shapes_of, spec
 from tests.fakes.lone_worker import LoneWorker
+
+GROWS = """
+import numpy as np
+
+
+def load(context):
+    return Model()
+
+
+class Model:
+    # Y: x times the number of steps that it has run; Z: that number, once.
+
+    steps = 0
+
+    def bind(self, inputs, outputs):
+        return Run(self, next(each for each in inputs if each.name == "X"), outputs)
+
+    def close(self):
+        pass
+
+
+class Run:
+    def __init__(self, model, x, outputs):
+        self.model, self.x, self.outputs = model, x, outputs
+
+    def run(self):
+        self.model.steps += 1
+        sizes = {"Y": int(self.x.memory.view("float32")[0]), "Z": 1}
+        self.given = [np.full((1, sizes[each.name]), self.model.steps, np.float32) for each in self.outputs]
+
+    def results(self):
+        return self.given
+"""
 
 
 def test_a_worker_on_the_cpu_loads_no_driver_before_it_is_asked_for(cuda_env: CudaEnv, application: Child) -> None:
@@ -148,3 +181,46 @@ def test_sequences_step_on_gpu_memory(tmp_path: Path, cpu: LoneWorker, applicati
             assert caller.wait(pending).code is Code.OK, pending.text
             sums.append(int(memory.get(1024, (1,), "INT32")[0]))
         assert sums == [1, 3, 6]
+
+
+def test_what_a_step_has_given_is_handed_over_on_the_gpu_too(
+    tmp_path: Path, cpu: LoneWorker, application: Child
+) -> None:
+    (tmp_path / "backend.py").write_text(GROWS)
+    config = config_of(
+        tmp_path,
+        [TensorConfig(name="X", datatype="FP32", dims=(1,))],
+        [TensorConfig(name="Y", datatype="FP32", dims=(-1,)), TensorConfig(name="Z", datatype="FP32", dims=(1,))],
+        max_batch_size=1,
+        sequence_batching=SequenceBatching(max_sequence_idle_microseconds=60_000_000),
+    )
+    cpu.load(config)
+    with Caller(cpu) as caller:
+        caller.attach()
+        memory, host = GpuMemory(cpu, application), caller.memory
+        narrow, wide = (
+            caller.plan(
+                config,
+                [(host, spec("X", (1, 1)))],
+                [(host, spec("Y", (1, -1), offset=1024, byte_size=size)), (memory, spec("Z", (1, 1), offset=512))],
+                rows=1,
+            )
+            for size in (16, 4096)
+        )
+
+        def step(plan: int, size: int, flags: int) -> Asked:
+            host.put(0, np.array([size], np.float32))
+            pending = Asked()
+            assert caller.client.submit(pending, plan, 0, 0, 0, 0, 0, 0, flags, 9)
+            return caller.wait(pending)
+
+        for number, size in enumerate((4, 1000, 2), 1):
+            first = SEQUENCE_START if number == 1 else 0
+            pending = step(narrow, size, first)
+            if size > 4:
+                assert "should be at least 4000 bytes" in pending.text
+                assert memory.get(512, (1,)) == number - 1
+                pending = step(wide, 1, first | SEQUENCE_AGAIN)
+            assert pending.code is Code.OK, pending.text
+            assert memory.get(512, (1,)) == number
+            assert (host.get(1024, (size,)) == number).all()

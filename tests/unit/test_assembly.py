@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,11 +11,13 @@ from msgspec.structs import replace
 
 from broker.repository.config import InstanceGroup, ModelConfig, TensorConfig
 from broker.repository.scheduling import BatchInput, BatchOutput, Control, InitialState, SequenceBatching, State
-from broker.worker import backends
+from broker.worker import backends, undelivered
 from broker.worker.assembly import assembly_of, batch_input, scattered
 from broker.worker.backends.builtin import array_of
 from broker.worker.execute import run_batch
+from broker.worker.sequence import Sequence
 from shm import datatypes, statistics
+from shm.admission import Request
 from shm.errors import InferError
 from shm.layout import SEQUENCE_END, SEQUENCE_START
 from tests.fakes.loaded import Loaded, spec, text_of
@@ -166,6 +169,53 @@ def test_a_state_is_kept_only_with_its_answer(runtime, sequences):
     assert "should be at least 8 bytes" in text_of(lost)
     assert a.states == {}
     assert b.states["S_IN"].tolist() == [[11, 21]]
+
+
+class LacksRoom:
+    """A step of `record` has run, its result Y = [11, 21] and its state had no room."""
+
+    def __init__(self, sequences: Sequences) -> None:
+        self.sequences, self.record = sequences, Sequence(1)
+        self.record.started = True
+        plan = sequences.loaded.plan(
+            sequences.memory, [spec("X", (1, 2))], [spec("Y", (1, -1), offset=1024, byte_size=4)], rows=1
+        )
+        sequences.memory.put(0, np.float32([1, 1]))
+        self.run(plan, self.record)
+        self.kept, self.record.kept = self.record.kept, None
+
+    def run(self, plan, sequence) -> Request:
+        request = self.sequences.loaded.request(plan)
+        request.sequence = sequence
+        self.sequences.run(request)
+        return request
+
+
+def test_what_had_no_room_is_handed_over_without_a_run(runtime, sequences):
+    lacks = LacksRoom(sequences)
+    sequences.memory.put(0, np.float32([5, 5]))
+    again = lacks.run(sequences.plan, lacks.kept)
+    assert not again.code, text_of(again)
+    assert (sequences.y(0), again.copied, len(runtime.seen)) == ([11, 21], 8, 1)
+    assert lacks.record.states["S_IN"].tolist() == [[11, 21]]
+    assert [sequences.loaded.count(word) for word in (statistics.SUCCESS, statistics.FAIL)] == [1, 1]
+
+
+def test_it_is_not_written_to_memory_that_is_gone(sequences):
+    lacks = LacksRoom(sequences)
+    fd = os.memfd_create("test-system", os.MFD_CLOEXEC)
+    os.ftruncate(fd, 8192)
+    memory = sequences.loaded.memory(8192, fd=fd, kind="system")
+    plan = sequences.loaded.plan(memory, [spec("X", (1, 2))], [spec("Y", (1, 2), offset=4096)], rows=1)
+    os.ftruncate(fd, 4096)
+    os.close(fd)
+    assert "changed size: register it again" in text_of(lacks.run(plan, lacks.kept))
+    assert lacks.record.states == {}
+
+
+def test_a_result_that_is_too_large_to_keep_is_not_copied(sequences, monkeypatch):
+    monkeypatch.setattr(undelivered, "MAX_BYTES", 15)
+    assert LacksRoom(sequences).kept is None
 
 
 def test_zero_state_and_variable_dims():

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from broker.repository.scheduling import SequenceBatching, Step
+from broker.worker import undelivered
+from broker.worker.ensemble_memory import Outputs
 from broker.worker.intake import take_in
 from broker.worker.strategies import OldestSequences
 from shm.admission import Request
@@ -88,6 +90,33 @@ def test_a_step_whose_answer_had_no_room_is_asked_for_again_and_not_run_again(gr
     assert (growing.ran, growing.count(again)) == (1, 100)
     assert growing.count(growing.ask(5, 0)) == 5
     assert growing.ran == 2
+
+
+def test_where_answers_are_kept_what_is_asked_for_again_is_delivered_and_not_kept(growing):
+    model = growing.plans[0].model
+    growing.bench.keep_answers(model)
+    growing.ask(100, SEQUENCE_START)
+    assert growing.count(growing.ask(100, SEQUENCE_START | SEQUENCE_AGAIN, wide=True)) == 100
+    assert growing.count(growing.ask(100, SEQUENCE_START, wide=True)) == 100
+    assert growing.ran == 2, "the run that it came of has read other memory than this request names"
+    assert growing.count(growing.ask(100, SEQUENCE_START, wide=True)) == 100
+    assert growing.ran == 2
+
+
+def test_it_goes_with_its_client(growing):
+    ensemble = growing.plans[0].model.ensemble
+    growing.ask(100, SEQUENCE_START)
+    ensemble.gone(4)
+    assert len(ensemble._undelivered) == 1
+    ensemble.gone(3)
+    assert len(ensemble._undelivered) == 0
+
+
+def test_what_is_too_large_to_keep_is_not_copied(growing, monkeypatch):
+    monkeypatch.setattr(undelivered, "MAX_BYTES", 399)
+    monkeypatch.setattr(Outputs, "copied", None)
+    growing.ask(100, SEQUENCE_START)
+    assert b"is not kept any more" in growing.ask(100, SEQUENCE_AGAIN, wide=True).note
 
 
 def test_it_is_that_of_the_sequence_and_of_its_latest_step(growing):

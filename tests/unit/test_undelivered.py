@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from broker.repository.scheduling import SequenceBatching
 from broker.worker import undelivered
 from broker.worker.sequence import Sequence
 from broker.worker.sequences import Sequences
-from broker.worker.undelivered import HAND_OVER, Kept, Undelivered
+from broker.worker.strategies import DirectSequences
+from broker.worker.undelivered import Kept, Undelivered, worth_keeping
 from shm.errors import Code
 from shm.layout import SEQUENCE_AGAIN, SEQUENCE_END, SEQUENCE_START
 from tests.unit.test_sequence_endings import NATIVE, OTHER, request, sequences
@@ -43,10 +45,13 @@ def test_a_step_is_asked_for_again_and_not_run_again(flags, oldest):
         queue.done(0, queue.take(1))
     result = lacks_room(queue, flags)
     again = request(5, flags | AGAIN)
-    assert queue.add(again, 2) is HAND_OVER
+    assert queue.add(again, 2) is None
     assert again.sequence is result
-    assert not queue.continues(again)
-    assert queue.take(2) == ()[:0] or queue.take(2) == []
+    assert (len(queue) - len(queue.endings), queue.wants(2)) == (1, True)
+    assert queue.take(2) == [again]
+    queue.done(0, [again])
+    assert not queue.take(2)
+    assert queue._live.keys() == (set() if flags & END else {KEY})
     once_more = request(5, flags | AGAIN)
     if flags & START:
         assert queue.add(once_more, 2) is None, "a START may begin anew"
@@ -70,8 +75,9 @@ def test_other_sequences_change_nothing():
     queue.add(request(6, START), 2)
     queue.add(request(5, START, owner=OTHER), 2)
     again = request(5, START | AGAIN)
-    assert queue.add(again, 2) is HAND_OVER
+    assert queue.add(again, 2) is None
     assert again.sequence is result
+    assert again in queue.take(2)
 
 
 def test_a_result_is_not_kept_where_later_steps_wait():
@@ -82,9 +88,71 @@ def test_a_result_is_not_kept_where_later_steps_wait():
     assert queue.add(request(5, AGAIN), 2)[0] == Code.UNAVAILABLE
 
 
+@pytest.mark.parametrize("oldest", [False, True])
+def test_the_step_after_it_waits_until_the_result_is_handed_over(oldest):
+    """It begins with the states that are the sequence's from then on, also where both come in one take."""
+    queue = sequences(oldest, idle=10)
+    lacks_room(queue, START)
+    again, behind, other = request(5, START | AGAIN), request(5), request(6, START)
+    assert [queue.add(each, 2) for each in (again, behind, other)] == [None] * 3
+    assert queue.take(2) == [again]
+    rows = queue.take(2)
+    assert (behind in rows, other in rows) == (False, True)
+    assert queue.late(50) == [], "nor does it time out"
+    queue.done(0, rows)
+    assert not queue.take(3)
+    queue.done(0, [again])
+    assert behind in queue.take(3)
+    assert len(queue) == 0
+
+
+def test_nobody_waits_for_what_is_asked_for_any_more():
+    queue = sequences()
+    lacks_room(queue, START)
+    late, behind = request(5, AGAIN), request(5)
+    queue.add(late, 2)
+    queue.add(behind, 2)
+    assert queue.remove(late)
+    assert not queue.remove(late)
+    rows = queue.take(2)
+    assert rows == [behind], "its deadline has passed: the sequence goes on"
+    behind.sequence.kept = kept()
+    queue.done(0, rows)
+    cancelled, behind = request(5, AGAIN), request(5)
+    queue.add(cancelled, 3)
+    queue.add(behind, 3)
+    cancelled.ended = Code.CANCELLED
+    assert queue.remove(cancelled)
+    assert [each for each, _ in queue.late(3)] == [behind], "a cancelled step ends it"
+    assert (len(queue) - len(queue.endings), len(queue._undelivered), queue._live) == (0, 0, {})
+
+
+@pytest.mark.parametrize("flags", [START, START | END])
+def test_it_goes_with_its_client(flags):
+    queue = sequences()
+    lacks_room(queue, flags)
+    queue.gone(OTHER)
+    assert queue._undelivered
+    queue.gone(NATIVE)
+    assert (len(queue._undelivered), queue._undelivered._bytes) == (0, 0)
+
+
+@pytest.mark.parametrize(("number", "ended"), [(5, Code.CANCELLED), (0, 0)])
+def test_what_nobody_can_ask_for_is_not_kept(number, ended):
+    queue = DirectSequences("m", SequenceBatching(iterative_sequence=not number), 1, 1)
+    step = request(number, START)
+    assert queue.add(step, 1) is None
+    rows = queue.take(1)
+    step.sequence.kept = kept()
+    step.ended = ended
+    queue.done(0, rows)
+    assert not queue._undelivered
+
+
 def test_what_is_kept_is_bounded(monkeypatch):
     monkeypatch.setattr(undelivered, "MAX_KEPT", 3)
     monkeypatch.setattr(undelivered, "MAX_BYTES", 100)
+    assert [worth_keeping(sizes) for sizes in ((60, 40), (60, 41))] == [True, False]
     table = Undelivered()
     for number in range(5):
         table.keep((NATIVE, number), kept())
