@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import final
 
+from shm.cuda.descriptor import HANDLE_SIZE
 from shm.errors import Code, InferError
 
 MAX_REGIONS = 16384  # per uid; the kernel's default of 65,530 mappings per worker process is shared by everybody
+MAX_EVENTS = 65536  # per uid, opened by every worker that its plans go to: the rings of 1,024 clients on a GPU
 MAX_CUDA = 1 << 40  # bytes per uid; no GPU has more, and the memory is its owner's own
 # What a mapped region holds open in its worker: the mapping's, and for memory that can shrink one to watch its size.
 # GPU memory: the broker's, of VMM memory.
@@ -22,17 +24,19 @@ DESCRIPTORS = {"pool": 1, "system": 2, "cuda": 1, "events": 0}
 class Quota:
     """`limit` bytes for all uids together; for each uid `max_regions`, which take `max_descriptors` in a worker.
 
-    `cuda_limit`: bytes of GPU memory for each uid.
+    `cuda_limit`: bytes of GPU memory for each uid. `max_events`: events in its rings.
     """
 
     __slots__ = (
         "_cuda",
         "_descriptors",
+        "_events",
         "_regions",
         "_used",
         "cuda_limit",
         "limit",
         "max_descriptors",
+        "max_events",
         "max_regions",
         "total",
     )
@@ -43,14 +47,17 @@ class Quota:
         max_regions: int = MAX_REGIONS,
         max_descriptors: int = 2 * MAX_REGIONS,
         cuda_limit: int = MAX_CUDA,
+        max_events: int = MAX_EVENTS,
     ) -> None:
         self.limit = limit
         self.cuda_limit = cuda_limit
         self.max_regions = max_regions
         self.max_descriptors = max_descriptors
+        self.max_events = max_events
         self.total = 0
         self._used: Counter[int] = Counter()
         self._cuda: Counter[int] = Counter()
+        self._events: Counter[int] = Counter()
         self._regions: Counter[int] = Counter()
         self._descriptors: Counter[int] = Counter()
 
@@ -95,6 +102,23 @@ class Quota:
     def cuda_used(self, uid: int) -> int:
         """Bytes of GPU memory that `uid` shares."""
         return self._cuda[uid]
+
+    def take_events(self, uid: int, byte_size: int, what: str) -> None:
+        """Charge the events behind `byte_size` bytes of handles. Raises UNAVAILABLE at the cap."""
+        used, more = self._events[uid], byte_size // HANDLE_SIZE
+        if used + more > self.max_events:
+            raise InferError(
+                Code.UNAVAILABLE,
+                f"too many events for {what}: asked {more}, those of uid {uid}: {used}, limit {self.max_events}. "
+                "Unregister rings, or have streams waited for by the client (order='synchronize')",
+            )
+        self._events[uid] += more
+
+    def give_events(self, uid: int, byte_size: int) -> None:
+        """Return what `take_events` charged."""
+        self._events[uid] -= byte_size // HANDLE_SIZE
+        if not self._events[uid]:
+            del self._events[uid]
 
     def take_region(self, uid: int, kind: str) -> None:
         """Count one more region of `uid`; `kind` is one of DESCRIPTORS. Raises UNAVAILABLE at a cap."""

@@ -286,7 +286,7 @@ class Registry:
                 Code.INVALID_ARG, f"failed to register shared memory region '{name}': invalid args: byte_size is 0"
             )
         self.quota.take_region(peer.uid, kind)
-        take = self.quota.take_cuda if kind == "cuda" else self.quota.take
+        take = {"cuda": self.quota.take_cuda, "events": self.quota.take_events}.get(kind, self.quota.take)
         try:
             take(peer.uid, byte_size, f"shared memory region '{name}'")
         except InferError:
@@ -295,7 +295,7 @@ class Registry:
 
     def _discharge(self, uid: int, kind: str, byte_size: int) -> None:
         self.quota.give_region(uid, kind)
-        (self.quota.give_cuda if kind == "cuda" else self.quota.give)(uid, byte_size)
+        {"cuda": self.quota.give_cuda, "events": self.quota.give_events}.get(kind, self.quota.give)(uid, byte_size)
 
     def _enter(
         self, peer: Peer, name: str, kind: str, fd: int, byte_size: int, offset: int, source: regions.FileIdentity

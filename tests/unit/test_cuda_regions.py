@@ -16,7 +16,7 @@ from broker.quota import Quota
 from broker.records import Peer, add_region, record, region_info
 from broker.registry import Registry
 from shm import messages
-from shm.cuda.descriptor import CudaMemory, _is_dma_buf, allocation_of
+from shm.cuda.descriptor import CudaEvents, CudaMemory, _is_dma_buf, allocation_of
 from shm.errors import InferError
 from shm.sockets import close_all
 
@@ -49,7 +49,7 @@ class CudaWorker:
 
 @pytest.fixture
 def registry() -> Iterator[Registry]:
-    registry = Registry(Quota(1 << 20, max_regions=8, cuda_limit=4 * SIZE))
+    registry = Registry(Quota(1 << 20, max_regions=8, cuda_limit=4 * SIZE, max_events=4))
     registry.cuda_devices = lambda: (GPU,)
     yield registry
     registry.close()
@@ -140,6 +140,23 @@ def test_without_a_worker_there_triton_says_so(registry: Registry) -> None:
     with pytest.raises(InferError, match=f"workers run on {OTHER}"):
         registry.register_cuda(ALICE, "in", legacy(), True)
     assert registry.quota.cuda_used(UID) == len(registry) == 0
+
+
+def test_a_user_has_so_many_events_at_once(registry: Registry) -> None:
+    """Workers open each of them."""
+
+    def ring(count: int) -> CudaEvents:
+        return CudaEvents(device=GPU, handles=bytes(64 * count))
+
+    registry.register_cuda(ALICE, "e", ring(3), False)
+    wanted = r"\[UNAVAILABLE\] too many events for shared memory region 'more': asked 2, those of uid \d+: 3, limit 4"
+    with pytest.raises(InferError, match=wanted):
+        registry.register_cuda(ALICE, "more", ring(2), False)
+    registry.register_cuda(ALICE, "one", ring(1), False)
+    registry.register_cuda(BOB, "more", ring(4), False)
+    asyncio.run(registry.unregister(ALICE.session, "e"))
+    registry.register_cuda(ALICE, "more", ring(3), False)
+    assert registry.quota.total == 0, "the host holds handles only"
 
 
 def test_gpu_memory_has_a_budget_of_its_own(registry: Registry) -> None:
