@@ -49,7 +49,6 @@ class Bound:
         "_tried_ns",
         "_word",
         "_workers",
-        "light",
         "places",
         "plan",
     )
@@ -66,7 +65,6 @@ class Bound:
     ) -> None:
         """`message` names the first worker. `places`: of a decoupled member's responses."""
         self.plan = plan  # the same here, for which nothing runs
-        self.light = False  # are the tensors of its run small?
         self.places = places
         self._session, self._memory, self._counts = session, memory, counts
         self._lock = threading.Lock()  # of what follows

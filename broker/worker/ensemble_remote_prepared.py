@@ -16,6 +16,7 @@ from broker.worker.ensemble_remote_places import Places, room_of
 from broker.worker.ensemble_remote_plans import Bound, least_of, prepare_of
 from broker.worker.plans import Plan
 from shm import datatypes
+from shm.errors import InferError
 from shm.messages import PrepareStep
 
 if TYPE_CHECKING:
@@ -47,15 +48,25 @@ class SharedPrepared(Prepared):
         shared = sum(block.byte_size for block in self._blocks.values())
         return shared + sum(places.byte_size for places in self._places.values()) + super().byte_size
 
+    @property
+    def light(self) -> bool:
+        """Is everything made that a run of its kind needs, and small?"""
+        return 0 < self.kept <= LIGHT
+
     def own_place(self, name: str, datatype: str, shape: Shape) -> Value:
         """See `Prepared.own_place`: shared if a step elsewhere reads or writes it and its size is bounded."""
         ensemble = self._ensemble
         known = datatype != datatypes.BYTES and -1 not in shape
-        if name in ensemble.written:
-            size = datatypes.byte_size(datatype, list(shape)) if known else ensemble.rooms.get(name, ROOM)
-            return self.shared(name, datatype, shape, size)
         if known and name in ensemble.shared:
             return self.shared(name, datatype, shape, datatypes.byte_size(datatype, list(shape)))
+        if name in ensemble.written:
+            block = self._blocks.get(name)  # which may be larger already, for what will not be remembered
+            try:
+                size = max(ensemble.rooms.get(name, ROOM), block.byte_size if block is not None else 0)
+                return self.shared(name, datatype, shape, size)
+            except InferError:
+                ensemble.rooms.pop(name, None)  # others need less
+                raise
         return private(datatype, shape)
 
     def shared(self, name: str, datatype: str, shape: Shape, byte_size: int) -> Value:
@@ -90,7 +101,6 @@ class SharedPrepared(Prepared):
         bound = self.bound[at] = Bound(
             ensemble.session, ensemble.memory, ensemble.plans, plan, message, member.workers, places
         )
-        bound.light = self.byte_size <= LIGHT
         return bound
 
     def dispose(self) -> None:

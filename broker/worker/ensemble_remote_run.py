@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, final
 
 from broker.worker.ensemble_remote_channel import Lane
@@ -18,14 +19,15 @@ from broker.worker.ensemble_steps import Asked, plan_of
 from broker.worker.plans import PlacedTensor, Plan
 from broker.worker.running import check_sizes
 from shm import datatypes
-from shm.admission import Request, Verdict
-from shm.errors import Code, InferError, is_too_small
+from shm.admission import EXPIRED, Request, Verdict
+from shm.errors import Code, InferError, TooSmall, is_too_small
 from shm.layout import CODE_MASK, SEQUENCE_AGAIN
 from shm.recovery import TWICE
 
 if TYPE_CHECKING:
     from broker.worker.ensemble_remote import SpreadEnsemble
 
+LARGEST = 1 << 30  # bytes that later requests are to have for an output whose size nobody knows before
 _LENGTH = struct.Struct("<I")
 
 
@@ -53,10 +55,10 @@ class SpreadRun(Run):
         if name is None:
             return None
         rooms = self._ensemble.rooms
-        if byte_size <= rooms.get(name, 0):  # others have found out meanwhile
-            byte_size = rooms[name]
-        else:
-            byte_size = rooms[name] = 1 << (byte_size - 1).bit_length()
+        byte_size = max(1 << (byte_size - 1).bit_length(), rooms.get(name, 0))  # others may have found out meanwhile
+        self._prepared.shared(name, "UINT8", (byte_size,), byte_size)  # what cannot be had is not asked for every time
+        if byte_size <= LARGEST:
+            rooms[name] = byte_size
         if not (step.sequence_id or member.retry):  # of a sequence's step what it gave is asked for, it does not run
             return None
         prepared, model = self._prepared, self._members[at]
@@ -65,6 +67,20 @@ class SpreadRun(Run):
         self._ensemble.adopt(plan, model)
         step.plan = plan
         return prepared.bind(at, plan, described, member, self._plan.owner)
+
+    def forget_room(self, step: Request) -> None:
+        """It was not sent, perhaps for want of memory: the next one asks for as little as the first one did."""
+        for name in self._ensemble.graph.steps[step.slot].output_map.values():
+            self._ensemble.rooms.pop(name, None)
+
+    @property
+    def light(self) -> bool:
+        """Does it take little to go on when a step has ended?"""
+        return self._prepared.light
+
+    def postpone(self, then: Callable[[], None]) -> None:
+        """See `StepSession.postpone`."""
+        self._ensemble.session.postpone(then)
 
     def send(self, step: Request, bound: Bound) -> None:
         """Let a step go to another worker."""
@@ -168,7 +184,7 @@ class RemoteStep:
         self._bound = bound
         self.step = step
         self.ident = 0
-        self.light = bound.light
+        self.light = run.light
 
     def word(self) -> int:
         """See `Sends`."""
@@ -184,40 +200,44 @@ class RemoteStep:
         step.queue_ns += max(0, time.monotonic_ns() - step.arrival - sum(entry[3:7]))
         if not code:
             step.note = note
-        elif code == Code.UNAVAILABLE and TWICE.encode() in note:
-            self._run.blame()
-            step.fail(code, note.rstrip(b"\0").decode(errors="replace"))
-        elif self._runs_again(code, text := note.rstrip(b"\0").decode(errors="replace")):
+            step.channel.complete((step,))
             return
+        text = note.rstrip(b"\0").decode(errors="replace")
+        if code == Code.UNAVAILABLE and TWICE in text:
+            self._run.blame()
+        small = is_too_small(text) if code == Code.INVALID_ARG else None
+        if small is None:
+            self._end((code, text))
         else:
-            step.fail(code, text)
-        step.channel.complete((step,))
+            self._run.postpone(lambda: self._grow(small, (code, text)))
 
     def fail(self, verdict: Verdict) -> None:
         """See `Sends`."""
+        if verdict[0] == Code.UNAVAILABLE and verdict is not EXPIRED:
+            self._run.forget_room(self.step)
+        self._end(verdict)
+
+    def _end(self, verdict: Verdict) -> None:
         self.step.fail(*verdict)
         self.step.channel.complete((self.step,))
 
-    def _runs_again(self, code: Code, text: str) -> bool:
-        """Was there too little room for an output? Then it runs again with more."""
-        small = is_too_small(text) if code == Code.INVALID_ARG else None
-        if small is None:
-            return False
+    def _grow(self, small: TooSmall, verdict: Verdict) -> None:
+        """There was too little room for an output: it runs again with more, if it may and there is so much memory."""
         if self._run.is_over():
-            self.fail((Code.CANCELLED, "the request was cancelled"))
-            return True
+            self._end((Code.CANCELLED, "the request was cancelled"))
+            return
         try:
             bound = self._run.grown(self.step, *small)
         except InferError:
-            return False
+            bound = None
         if bound is None:
-            return False
+            self._end(verdict)
+            return
         if self.step.sequence_id:  # which must not take the step twice
             entry = self.step.entry
             self.step.entry = (*entry[:8], entry[8] | SEQUENCE_AGAIN, *entry[9:])
         self._run.send(self.step, bound)
         self._run.look()
-        return True
 
 
 def _byte_size(tensor: PlacedTensor, shape: tuple[int, ...]) -> int:

@@ -59,8 +59,9 @@ class StepSession:
     def __init__(self, ask: Callable[[], None]) -> None:
         self._ask = ask
         self._asked = 0
-        self._lock = threading.Lock()  # of the next three, and of starting
+        self._lock = threading.Lock()  # of the next four, and of starting
         self._calls: deque[_Call] = deque()
+        self._postponed: deque[Callable[[], None]] = deque()
         self._lanes: dict[tuple[str, bool], Lane] = {}
         self._thread: threading.Thread | None = None
         self._arrived: socket.socket | None = None
@@ -97,6 +98,12 @@ class StepSession:
         """Send a request, in the order of the calls; `fds` are closed then. Returns at once."""
         with self._lock:
             self._calls.append(_Call(message, fds, then, _now()))
+        self.stir()
+
+    def postpone(self, then: Callable[[], None]) -> None:
+        """Have the thread do what would take the leader of the worker's loop too long."""
+        with self._lock:
+            self._postponed.append(then)
         self.stir()
 
     def lane(self, worker: str, streams: bool = False) -> Lane:
@@ -156,6 +163,8 @@ class StepSession:
         self._connect()
         self._send()
         self._receive()
+        while self._postponed:
+            self._postponed.popleft()()
         now = _now()
         for lane in lanes:
             lane.look(now)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,10 +36,16 @@ class Session:
         self.regions: set[str] = set()
         self.full = ""  # why no region is registered any more
         self.refuse = ""  # why no plan is prepared any more
-        self.later: list[Any] = []  # answers that are held back
+        self.later: list[Any] = []  # answers that are held back, and what was postponed
         self.holds = False
 
     def need(self) -> None: ...
+
+    def postpone(self, then: Callable[[], None]) -> None:
+        if self.holds:
+            self.later.append(then)
+        else:
+            then()
 
     def lane(self, worker: str, streams: bool = False) -> Session:
         return self

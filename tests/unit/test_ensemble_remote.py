@@ -11,8 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from broker.repository.scheduling import Step
-from broker.worker import ensemble_remote, ensemble_remote_pool, ensemble_remote_prepared
-from shm.errors import Code
+from broker.worker import (
+    ensemble_remote,
+    ensemble_remote_memory,
+    ensemble_remote_pool,
+    ensemble_remote_prepared,
+    ensemble_remote_run,
+)
+from shm.errors import Code, InferError, too_small
 from shm.layout import SEQUENCE_AGAIN, SEQUENCE_START
 from shm.recovery import TWICE
 from tests.fakes.elsewhere import SpreadBench
@@ -154,6 +160,112 @@ def test_an_output_larger_than_its_room_runs_again_with_more(bench, monkeypatch)
     bench.drain()
     assert answer(bench, request) == 4
     assert len(bench.session.plans) == 1
+
+
+def in_the_second_step(bench: SpreadBench, plan: Any) -> Any:
+    """A request whose step elsewhere, the second of three, is under way."""
+    request = bench.ask(plan, 0, ones(4), rows=4)
+    bench.begin(0)
+    bench.end(0)
+    return request
+
+
+def tell_too_small(bench: SpreadBench, byte_size: int) -> None:
+    """The one step elsewhere that is under way is said to need so many bytes."""
+    sends = bench.sends.pop(bench.queue.pop())
+    bench.finish(sends, (Code.INVALID_ARG, too_small("output 'y0'", 64, byte_size)))
+
+
+def room_elsewhere(bench: SpreadBench) -> set[int]:
+    return {each.plan.outputs[0].byte_size for each in bench.session.plans.values()}
+
+
+@pytest.mark.parametrize("retry", [True, False])
+def test_an_output_for_which_there_is_no_memory_costs_no_later_request_its_room(bench, monkeypatch, retry):
+    create = ensemble_remote_memory.create_pool
+
+    def create_small(byte_size: int) -> int:
+        if byte_size > 1 << 30:
+            raise InferError(Code.UNAVAILABLE, f"no memory for {byte_size} bytes")
+        return create(byte_size)
+
+    monkeypatch.setattr(ensemble_remote_memory, "create_pool", create_small)
+    plan = bench.plan(chain(bench, {1}, dims=(-1,), retry=retry), (4, WIDTH), ["OUT"])
+    request = in_the_second_step(bench, plan)
+    tell_too_small(bench, 20 << 30)
+    assert b"should be at least 21474836480 bytes" in request.note
+    for _ in range(3):
+        request = bench.ask(plan, 0, ones(4), rows=4)
+        bench.drain()
+        assert answer(bench, request) == 4
+    assert room_elsewhere(bench) == {ensemble_remote_prepared.ROOM}
+
+
+def test_a_room_that_the_broker_refuses_is_not_asked_for_for_ever(bench):
+    """The host has the memory, and the quota of this worker has not."""
+    plan = bench.plan(chain(bench, {1}, dims=(-1,)), (4, WIDTH), ["OUT"])
+    request = in_the_second_step(bench, plan)
+    bench.session.full = "the regions of uid 0 have too many bytes"
+    tell_too_small(bench, ensemble_remote_memory.SLAB + 1)
+    assert request.note.startswith(b"in ensemble 'E', the regions of uid 0 have too many bytes")
+    bench.session.full = ""
+    request = bench.ask(plan, 0, ones(4), rows=4)
+    bench.drain()
+    assert answer(bench, request) == 4
+    assert room_elsewhere(bench) == {ensemble_remote_prepared.ROOM}
+
+
+def test_only_so_much_is_remembered_of_how_large_an_output_was(bench, monkeypatch):
+    monkeypatch.setattr(ensemble_remote_run, "LARGEST", 32)
+    monkeypatch.setattr(ensemble_remote_prepared, "ROOM", 4)
+    model = chain(bench, {1}, dims=(-1,))
+    request = bench.ask(bench.plan(model, (4, WIDTH), ["OUT"]), 0, ones(4), rows=4)
+    bench.drain()
+    assert answer(bench, request) == 4, "it has its room all the same"
+    assert room_elsewhere(bench) == {64}
+    assert model.ensemble.rooms == {}
+
+
+def test_memory_for_more_room_is_made_by_the_session_s_thread(bench, monkeypatch):
+    """Who settles a step may be the leader of the worker's loop."""
+    monkeypatch.setattr(ensemble_remote_prepared, "ROOM", 4)
+    model = chain(bench, {1}, dims=(-1,))
+    request = in_the_second_step(bench, bench.plan(model, (4, WIDTH), ["OUT"]))
+    bench.session.holds = True
+    tell_too_small(bench, 48)
+    assert model.ensemble.rooms == {}
+    assert not bench.queue
+    bench.session.holds = False
+    bench.session.later.pop()()
+    bench.drain()
+    assert answer(bench, request) == 4
+
+
+def test_a_cancel_comes_between_too_little_room_and_more(bench, monkeypatch):
+    monkeypatch.setattr(ensemble_remote_prepared, "ROOM", 4)
+    model = chain(bench, {1}, dims=(-1,))
+    request = in_the_second_step(bench, bench.plan(model, (4, WIDTH), ["OUT"]))
+    bench.session.holds = True
+    tell_too_small(bench, 48)
+    request.ended = Code.CANCELLED
+    request.sequence.withdraw()
+    bench.session.holds = False
+    bench.session.later.pop()()
+    assert not bench.queue
+    assert request.code == Code.CANCELLED
+
+
+def test_the_leader_looks_only_for_steps_after_which_nothing_large_can_follow(bench, monkeypatch):
+    """That shows when a run of the kind has made all that it needs, tensors of later steps included."""
+    model = chain(bench, {0})
+    plan = bench.plan(model, (4, WIDTH), ["OUT"])
+    seen = []
+    for limit in (ensemble_remote_prepared.LIGHT, ensemble_remote_prepared.LIGHT, 100):
+        monkeypatch.setattr(ensemble_remote_prepared, "LIGHT", limit)
+        bench.ask(plan, 0, ones(4), rows=4)
+        seen += [sends.light for sends in bench.sends.values()]
+        bench.drain()
+    assert seen == [False, True, False]
 
 
 def test_what_may_not_run_twice_fails_once_for_want_of_room(bench, monkeypatch):
