@@ -56,6 +56,13 @@ class Producer(User):
         """How many a ring has that is made from now on."""
         cuda_order.EVENTS = count  # type: ignore[misc]
 
+    def destroy_events(self) -> None:
+        """Of all rings, whatever requests they are in."""
+        with driver.Context(0):
+            for ring in self.client.native.orders._rings.values():
+                if ring is not None:
+                    ring.events.close()
+
     def _after(self, order: str) -> Any:
         """ "" : a request that says nothing."""
         if order == "none":

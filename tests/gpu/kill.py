@@ -3,7 +3,8 @@
     python -m tests.gpu.kill kill.json
 
 Others are served meanwhile and afterwards, a killed worker's request runs once more, and the GPU has as much memory
-left in the end as before.
+left in the end as before. The same for clients whose events go while the worker looks at them: by cuEventDestroy, and
+with their process. CUDA leaves open what a query says then, and tests/cusim knows no more.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from shm.cuda import driver
+from shm.errors import InferError
 from tests.fakes.cuda import CudaEnv
 from tests.fakes.cuda_children import Child
 from tests.gpu.here import SIMULATED, broker, environment, report
 
 LIMIT_S = 20.0
+LOOKS_S = 0.2  # of the second for which the worker looks at an event
 SLACK = 64 << 20  # bytes: what a context may take more or less than the one before
 CONFIG = """backend: "mover" max_batch_size: 0
 input [ { name: "INPUT0" data_type: TYPE_FP32 dims: [ 1, %d ] } ]
@@ -61,8 +64,8 @@ class Scene:
         self.env, self.broker = env, running
         self.fds = [os.open(repository / "mover" / name, os.O_RDWR) for name in FIFOS]
 
-    def user(self) -> Child:
-        made = Child(self.env, "tests.fakes.cuda_user:User", f"ipc://{self.broker.directory}")
+    def user(self, target: str = "tests.fakes.cuda_user:User") -> Child:
+        made = Child(self.env, target, f"ipc://{self.broker.directory}")
         made.call("allocate", "r", "legacy")
         made.call("prepare", "mover", {"INPUT0": "r"}, {"OUTPUT0": "r"}, [1, 4])
         return made
@@ -102,6 +105,31 @@ class Scene:
         return until(lambda: self.free() > before - SLACK, f"{before} bytes are free again")
 
 
+def events_gone(scene: Scene) -> str:
+    """How a request ends whose event was destroyed; the worker outlives this, and the death of an event's owner."""
+    worker = scene.worker()
+    for killed in (False, True):
+        with scene.user("tests.fakes.cuda_producer:Producer") as user:
+            user.call("infer", {"INPUT0": 3}, "OUTPUT0")
+            user.call("run", "event", "OUTPUT0")
+            user.call("write_late", {"INPUT0": 5})
+            user.call("submit", "event")
+            time.sleep(LOOKS_S)
+            if killed:
+                user.kill()
+                continue
+            user.call("destroy_events")
+            try:
+                ended = f"wrote {user.call('result', 'OUTPUT0')}"
+            except InferError as error:
+                ended = error.message
+            user.call("open_gate")
+        scene.served()
+    scene.served()
+    assert scene.worker() == worker, "the worker has died of it"
+    return ended
+
+
 def main(target: str) -> None:
     driver.devices("this step")
     env = environment()
@@ -128,6 +156,7 @@ def main(target: str) -> None:
             assert user.answer() == [0, -1, -1, -1, -1]
         scene.served()
         figures["worker_killed"] = {"runs_again_s": again, "memory_back_s": scene.given_back(before)}
+        figures["event_destroyed"] = {"the request": events_gone(scene), "memory_back_s": scene.given_back(before)}
         report(target, figures)
 
 
