@@ -20,6 +20,7 @@ from clientlib.async_lane import AsyncLane
 from clientlib.async_pending import AsyncPending
 from clientlib.async_streams import AsyncInflow, AsyncSingle, AsyncSource, AsyncStream
 from clientlib.failures import NotServed, RangeInUse, RoomNeeded
+from clientlib.growing import RETRIED, infer_again_async
 from clientlib.link import Bound, Prepared, outside
 from clientlib.ordered import AsyncOrderedPlan, in_order_async
 from clientlib.overlap import Live, in_use
@@ -29,14 +30,7 @@ from clientlib.recipe import Recipe
 from clientlib.results import InferResult
 from clientlib.spread import Spread
 from clientlib.streams import only_streams
-from clientlib.submission import (
-    NOT_CARRIED,
-    AnyOptions,
-    check_all,
-    check_options,
-    deadline_ns_of,
-    remaining_s,
-)
+from clientlib.submission import NOT_CARRIED, AnyOptions, check_all, check_options, deadline_ns_of, remaining_s
 from shm.errors import Code, InferError
 from shm.layout import SEQUENCE_AGAIN
 
@@ -89,18 +83,14 @@ class AsyncPlan(StaysHere):
         """Run the model. Raises InferError; UNAVAILABLE when the deadline passes, even if the model runs on."""
         deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
         options = (rows, priority, sequence_id, sequence_start, sequence_end)
-        ran = False
         try:
             return await (await self._start(deadline_ns, input_slot, output_slot, options)).finish()
-        except RoomNeeded as needed:
-            await self._client.grow(self, needed, deadline_ns)
-            ran = True
-        except NotServed:
-            pass  # by that worker, which is not asked again
+        except RETRIED as error:
+            failure = error.with_traceback(None)
         except NOT_CARRIED:
-            check_all(input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end)
+            check_all(input_slot, output_slot, *options)
             raise
-        return await (await self._start(deadline_ns, input_slot, output_slot, options, ran=ran)).finish()
+        return await self._infer_again(failure, deadline_ns, input_slot, output_slot, options)
 
     async def submit(
         self,
@@ -136,15 +126,27 @@ class AsyncPlan(StaysHere):
         a deadline, what the model's queue makes of Triton's `timeout`.
         """
         options = (0, priority, *sequence, queue_timeout_ns)
-        ran = False
         try:
             return await (await self._start(deadline_ns, 0, None, options, values)).finish()
-        except RoomNeeded as needed:
-            await self._client.grow(self, needed, deadline_ns)
-            ran = True
-        except NotServed:
-            pass
-        return await (await self._start(deadline_ns, 0, None, options, values, ran)).finish()
+        except RETRIED as error:
+            failure = error.with_traceback(None)
+        return await self._infer_again(failure, deadline_ns, 0, None, options, values)
+
+    async def _infer_again(
+        self,
+        failure: RoomNeeded | NotServed,
+        deadline_ns: int,
+        input_slot: int,
+        output_slot: int | None,
+        options: AnyOptions,
+        values: Sequence[npt.NDArray[Any]] = (),
+    ) -> InferResult:
+        ran = isinstance(failure, RoomNeeded)
+
+        async def infer() -> InferResult:
+            return await (await self._start(deadline_ns, input_slot, output_slot, options, values, ran)).finish()
+
+        return await infer_again_async(failure, lambda needed: self._client.grow(self, needed, deadline_ns), infer)
 
     def stream(
         self,

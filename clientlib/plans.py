@@ -20,6 +20,7 @@ from clientlib import cuda_order
 from clientlib.channels import Lane
 from clientlib.claims import claim, look_at, submit_when_free, take_place
 from clientlib.failures import NotServed, RoomNeeded
+from clientlib.growing import RETRIED, infer_again
 from clientlib.link import Bound, Prepared, outside
 from clientlib.ordered import OrderedPlan, in_order
 from clientlib.pending import Pending
@@ -74,24 +75,18 @@ class Plan(StaysHere):
     ) -> InferResult:
         """Run the model and wait. Raises InferError; UNAVAILABLE at the deadline, even if the model runs on."""
         deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
-        ran = False
         try:
             pending = self._start(
                 deadline_ns, input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end
             )
             return self._finish(pending)
-        except RoomNeeded as needed:
-            self._client.grow(self, needed, deadline_ns)
-            ran = True
-        except NotServed:
-            pass  # by that worker, which is not asked again
+        except RETRIED as error:
+            failure = error.with_traceback(None)
         except NOT_CARRIED:
             check_all(input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end)
             raise
-        pending = self._start(
-            deadline_ns, input_slot, output_slot, rows, priority, sequence_id, sequence_start, sequence_end, ran=ran
-        )
-        return self._finish(pending)
+        options = (rows, priority, sequence_id, sequence_start, sequence_end)
+        return self._infer_again(failure, deadline_ns, input_slot, output_slot, options)
 
     def submit(
         self,
@@ -194,11 +189,25 @@ class Plan(StaysHere):
         """Copy `values` into a place of the client's own and run. For plans that `Client.infer` makes."""
         try:
             return self._finish(self._start(deadline_ns, 0, None, 0, priority, 0, False, False, values))
-        except RoomNeeded as needed:
-            self._client.grow(self, needed, deadline_ns)
-        except NotServed:
-            pass
-        return self._finish(self._start(deadline_ns, 0, None, 0, priority, 0, False, False, values))
+        except RETRIED as error:
+            failure = error.with_traceback(None)
+        return self._infer_again(failure, deadline_ns, 0, None, (0, priority, 0, False, False), values)
+
+    def _infer_again(
+        self,
+        failure: RoomNeeded | NotServed,
+        deadline_ns: int,
+        input_slot: int,
+        output_slot: int | None,
+        options: Options,
+        values: Sequence[npt.NDArray[Any]] = (),
+    ) -> InferResult:
+        ran = isinstance(failure, RoomNeeded)
+
+        def infer() -> InferResult:
+            return self._finish(self._start(deadline_ns, input_slot, output_slot, *options, values, ran))
+
+        return infer_again(failure, lambda needed: self._client.grow(self, needed, deadline_ns), infer)
 
     def release(self) -> None:
         """Let go, at the broker too, of what the plan holds; without it that comes when nobody refers to the plan.

@@ -59,7 +59,7 @@ def run_assembled(instance: Instance, assembly: Assembly, rows: Sequence[Row], n
 
 
 def _hand_over(instance: Instance, request: Request, kept: Kept) -> None:
-    """Answer a request for what a step has given that has run. What does not fit now either is an error, and gone."""
+    """Answer a request for what a step has given that has run. What does not fit now either is an error."""
     plan = request.plan
     assert isinstance(plan, Plan)
     began = _now()

@@ -199,8 +199,13 @@ class Sequences:
         """Those that ran leave their sequences; one whose END has run frees its slot."""
         again = 0
         for row in batch:
-            line = self._lines.get(row) if row is not None else None
-            if row is None or line is None:
+            if row is None:
+                continue
+            line = self._lines.get(row)
+            behind = line is not None and line.queue
+            if isinstance(row.sequence, Kept) and row.code and not (row.ended or behind):
+                self._undelivered.keep(_key(row), row.sequence)  # another output lacks room
+            if line is None:
                 continue
             line.running = None
             record = row.sequence

@@ -75,24 +75,25 @@ class Model:
 
     def bind(self, inputs, outputs):
         named = {operand.name: operand for operand in inputs}
-        return Run(self, named["x"], named["start"], named["ready"])
+        return Run(self, named["x"], named["start"], named["ready"], [operand.name for operand in outputs])
 
     def close(self):
         pass
 
 
 class Run:
-    def __init__(self, model, x, start, ready):
-        self.model, self.x, self.start, self.ready = model, x, start, ready
+    def __init__(self, model, x, start, ready, names):
+        self.model, self.x, self.start, self.ready, self.names = model, x, start, ready, names
 
     def run(self):
         if self.ready.memory.view("int32")[0]:
             self.model.steps = 1 if self.start.memory.view("int32")[0] else self.model.steps + 1
         size = int(self.x.memory.view("float32")[0])
-        self.value = np.full((1, size), self.model.steps, np.float32)
+        sizes = [2 * size if name == "z" else size for name in self.names]
+        self.given = [np.full((1, each), self.model.steps, np.float32) for each in sizes]
 
     def results(self):
-        return [self.value]
+        return self.given
 """
 CONTROLS = ", ".join(
     f'{{ name: "{kind.lower()}" control {{ kind: CONTROL_SEQUENCE_{kind} int32_false_true: [ 0, 1 ] }} }}'
@@ -103,6 +104,7 @@ backend: "grows"
 max_batch_size: 1
 input {{ name: "x" data_type: TYPE_FP32 dims: [ 1 ] }}
 output {{ name: "y" data_type: TYPE_FP32 dims: [ -1 ] }}
+output {{ name: "z" data_type: TYPE_FP32 dims: [ -1 ] }}
 sequence_batching {{ max_sequence_idle_microseconds: 60000000 direct {{ }} control_input [ {CONTROLS} ] }}
 """
 CONFIG = """
@@ -257,7 +259,7 @@ def steps_natively(broker: Gateway, sizes: list[int]) -> list[Any]:
         for at, size in enumerate(sizes):
             x[...] = size
             result = plan.infer(sequence_id=3, sequence_start=at == 0, sequence_end=at == len(sizes) - 1, timeout=20)
-            given.append(result["y"].copy())
+            given.append((result["y"].copy(), result["z"].copy()))
         return given
 
 
@@ -270,7 +272,7 @@ def steps_of_triton(module: Any, wire: str) -> Any:
                 x.set_data_from_numpy(np.full((1, 1), size, np.float32))
                 start, end = at == 0, at == len(sizes) - 1
                 result = client.infer("grows", [x], sequence_id=4, sequence_start=start, sequence_end=end)
-                given.append(result.as_numpy("y"))
+                given.append((result.as_numpy("y"), result.as_numpy("z")))
         return given
 
     return steps
@@ -282,8 +284,8 @@ def steps_of_triton(module: Any, wire: str) -> Any:
     ids=["native", "http", "grpc"],
 )
 def test_a_step_whose_result_had_no_room_is_not_taken_twice(broker: Gateway, steps: Any) -> None:
-    """The model keeps the state itself: it counts. Each result is larger than all before, the last one, too."""
+    """The model keeps the state itself: it counts. Each result is larger than all before, of both outputs."""
     sizes = [10_000 * 4**at for at in range(4)]
     given = steps(broker, sizes)
-    assert [array.shape for array in given] == [(1, size) for size in sizes]
-    assert [set(array.ravel()) for array in given] == [{1}, {2}, {3}, {4}]
+    assert [(y.shape, z.shape) for y, z in given] == [((1, size), (1, 2 * size)) for size in sizes]
+    assert [{*y.ravel(), *z.ravel()} for y, z in given] == [{1}, {2}, {3}, {4}]

@@ -128,6 +128,29 @@ def test_nobody_waits_for_what_is_asked_for_any_more():
 
 
 @pytest.mark.parametrize("flags", [START, START | END])
+@pytest.mark.parametrize("behind", [False, True])
+def test_what_does_not_fit_again_is_kept_again(flags, behind):
+    """Another output lacks room: workers name one at a time."""
+    queue = sequences()
+    result = lacks_room(queue, flags)
+    for _ in range(2):
+        again = request(5, flags | AGAIN)
+        assert queue.add(again, 2) is None
+        assert queue.take(2) == [again]
+        again.code = Code.INVALID_ARG
+        queue.done(0, [again])
+    once_more = request(5, flags | AGAIN)
+    queue.add(once_more, 3)
+    assert once_more.sequence is result
+    if behind and not flags & END:
+        queue.add(request(5), 3)
+        queue.take(3)
+        once_more.code = Code.INVALID_ARG
+        queue.done(0, [once_more])
+        assert not queue._undelivered
+
+
+@pytest.mark.parametrize("flags", [START, START | END])
 def test_it_goes_with_its_client(flags):
     queue = sequences()
     lacks_room(queue, flags)
