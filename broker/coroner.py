@@ -7,7 +7,7 @@ The rules are `shm.recovery`'s; what is known of plans comes through `PlanBook`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from broker.records import ChannelRecord
@@ -29,6 +29,9 @@ class PlanBook(Protocol):
     def model_of(self, session: int, plan_word: int) -> tuple[str, int] | None:
         """(model, version), None for an unknown plan."""
 
+    def counted_for(self, session: int, plan_word: int) -> tuple[str, int] | None:
+        """As `model_of`, and also of a step of an ensemble in another worker: whose statistics a request is in."""
+
     def is_one_client(self, session: int) -> bool:
         """False for gateways, which act for many and tell them apart themselves (`broker.gateway.offenders`)."""
 
@@ -36,9 +39,12 @@ class PlanBook(Protocol):
         """Remember, for plans made later, that this pair is refused until then (CLOCK_MONOTONIC)."""
 
 
-def bury(channels: Iterable[ChannelRecord], plans: PlanBook, now_ns: int, reason: str = "") -> list[tuple[int, str]]:
+def bury(
+    channels: Iterable[ChannelRecord], plans: PlanBook, now_ns: int, reason: str, failed: Callable[[str, int], None]
+) -> list[tuple[int, str]]:
     """End what was running and must not run again, `reason` told; all else waits for the replacement.
 
+    `failed` is called with model and version of each request that ends here: its worker cannot count it any more.
     Returns the (session, model) of each request that was alone at its second death.
     """
     offences: list[tuple[int, str]] = []
@@ -58,6 +64,8 @@ def bury(channels: Iterable[ChannelRecord], plans: PlanBook, now_ns: int, reason
             _log.exception("channel %d cannot be buried", record.channel)
             continue
         for ending in endings:
+            if owner := plans.counted_for(session, ending.plan_word):
+                failed(*owner)
             model = plans.model_of(session, ending.plan_word)
             if ending.attempts >= ALONE_AGAIN and model is not None:
                 offences.append((session, model[0]))

@@ -330,11 +330,11 @@ class Worker:
         self._state.up.clear()
         self._uses.died()
         now_ns = time.monotonic_ns()
-        plans = None if self._kill_next else self._owner.plans
+        plans, blocks = None if self._kill_next else self._owner.plans, self._owner.blocks
         if plans is not None:
-            for session, model in bury(self._records.values(), plans, now_ns, process.kill_told):
+            for session, model in bury(self._records.values(), plans, now_ns, process.kill_told, blocks.lost):
                 self._owner.blame(session, model, now_ns, self)
-        self._owner.blocks.abandon(tuple(self.instances))
+        blocks.abandon(tuple(self.instances))
         self._was_ready |= bool(self._state.loading)  # there is a limit to deaths of loads: no need to wait in between
         self._given_up = self._state.deaths.died(self._state.loading)
 

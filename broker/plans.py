@@ -211,6 +211,11 @@ class Plans:
         # For what a step of an ensemble does, its ensemble's worker names whom to blame.
         return None if plan is None or plan.message.step else (plan.message.model, plan.message.version)
 
+    def counted_for(self, session: int, plan_word: int) -> tuple[str, int] | None:
+        """(model, version) that count a request of this plan, a step's too; None when it is gone."""
+        plan = self._named_by(session, plan_word)
+        return None if plan is None else (plan.message.model, plan.message.version)
+
     def is_one_client(self, session: int) -> bool:
         """Is whatever it asks one client's? The plans of gateways are nobody's."""
         table = self._tables.get(session)

@@ -60,13 +60,14 @@ Owner = tuple[str, int]  # (model, version), or (worker key, 0)
 class StatisticsBlocks:
     """Gives out the blocks of one page."""
 
-    __slots__ = ("_blocks", "_free", "_owners", "page")
+    __slots__ = ("_blocks", "_free", "_lost", "_owners", "page")
 
     def __init__(self, page: StatisticsPage) -> None:
         self.page = page
         self._free = list(range(BLOCKS - 1, -1, -1))
         self._blocks: dict[Owner, dict[str, list[int]]] = {}  # by the worker that writes to them
         self._owners: dict[int, Owner] = {}
+        self._lost: dict[Owner, int] = {}  # not in a block, which only a worker writes, and that worker is dead
 
     def has_room(self, owner: Owner, count: int, worker: str = "") -> bool:
         """Would `take` succeed?"""
@@ -101,6 +102,7 @@ class StatisticsBlocks:
 
     def give_back(self, owner: Owner) -> list[int]:
         """Forget an owner and its counters. Returns the blocks that are free now."""
+        self._lost.pop(owner, None)
         blocks = [block for held in self._blocks.pop(owner, {}).values() for block in held]
         for block in blocks:
             del self._owners[block]
@@ -111,6 +113,12 @@ class StatisticsBlocks:
     def owner(self, block: int) -> Owner:
         """Whose block it is."""
         return self._owners[block]
+
+    def lost(self, model: str, version: int) -> None:
+        """A request that ran failed with its worker. Counts as a failure of the model, if that is still known."""
+        owner = (model, version)
+        if owner in self._blocks:
+            self._lost[owner] = self._lost.get(owner, 0) + 1
 
     def abandon(self, blocks: Sequence[int]) -> None:
         """The process that wrote these blocks is dead: nothing runs there and nothing is queued."""
@@ -153,7 +161,7 @@ class StatisticsBlocks:
             "execution_count": executions,
             "inference_stats": {
                 "success": _duration(ran + hits, sum(durations.values()) + hit_ns),
-                "fail": _duration(total(FAIL), total(FAIL_NS)),
+                "fail": _duration(total(FAIL) + self._lost.get((model, version), 0), total(FAIL_NS)),
                 **{name: _duration(ran, ns) for name, ns in durations.items()},
                 "queue": _duration(ran + hits, durations["queue"]),  # of hits 0 ns, but counted, as in Triton
                 "cache_hit": _duration(hits, hit_ns),

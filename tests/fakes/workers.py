@@ -37,6 +37,8 @@ class Book:
     def model_of(self, session: int, plan_word: int) -> tuple[str, int] | None:
         return "m", 1
 
+    counted_for = model_of
+
     def is_one_client(self, session: int) -> bool:
         return True
 

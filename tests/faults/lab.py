@@ -182,6 +182,11 @@ class Lab:
         status: dict[str, Any] = self._hand.ask("GetStatus")["status"]
         return status
 
+    def statistics(self) -> list[dict[str, Any]]:
+        """Triton's statistics of every model, through that session."""
+        found: list[dict[str, Any]] = self._hand.ask("GetStatistics")["model_stats"]
+        return found
+
     def worker_pid(self, key: str = SAME) -> int:
         """0 while it has none."""
         return self._worker_pids()[key]

@@ -51,6 +51,11 @@ def last_death(lab: Lab) -> str:
     return worker(lab)["last_death"]
 
 
+def failures(lab: Lab, model: str) -> int:
+    entry = next(each for each in lab.statistics() if each["name"] == model)
+    return int(entry["inference_stats"]["fail"]["count"])
+
+
 def ask(model: str, act: str, tag: int, seconds: float = 0.0) -> list[Any]:
     """[code, message, right answer?] of one request."""
     with clientlib.connect() as client:
@@ -241,7 +246,7 @@ def test_w05_region_that_killed_its_worker_is_retired(lab):
     ],
 )
 def test_w06_w07_w09_model_ends_its_process(lab, act, death):
-    tag = next(TAGS)
+    tag, failed = next(TAGS), failures(lab, "unruly")
     offender = lab.start(ask, model="unruly", act=act, tag=tag)
     while not offender.ended(0.01):
         assert_truthful(lab)
@@ -249,6 +254,7 @@ def test_w06_w07_w09_model_ends_its_process(lab, act, death):
     assert f"{code} {message}" == TWICE
     assert unruly.runs(lab.repository, "unruly", tag) == 2
     assert last_death(lab) == death
+    assert failures(lab, "unruly") == failed + 1, "counted once, by the broker"
     lab.settled(replaced=SAME)
 
 
@@ -272,12 +278,13 @@ def test_w07_w09_model_fails_without_dying(lab, act, code, text):
 
 @pytest.mark.parametrize("act", ["nap", "hold", "spin"])
 def test_w08_hang(lab, act):
-    tag = next(TAGS)
+    tag, failed = next(TAGS), failures(lab, "hanger")
     code, message, _ = lab.offend(ask, model="hanger", act=act, tag=tag, seconds=60.0)
     assert message.startswith("model 'hanger' version 1 hung: it had run a batch of 1 for ")
     assert "the limit is 0.5 s (model parameter hang_timeout_s); " in message
     assert f"{code} {message.rsplit('; ')[-1]}" == TWICE
     assert "hung: model 'hanger' version 1" in last_death(lab)
+    assert failures(lab, "hanger") == failed + 1, "counted once, by the broker"
     lab.settled(replaced=SAME)
 
 

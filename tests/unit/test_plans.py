@@ -148,10 +148,10 @@ def test_a_released_index_comes_back_with_another_generation(plans, worker):
 def test_plan_words_mean_something_only_in_their_session_and_generation(plans):
     prepared = asyncio.run(plans.prepare(1, echo()))
     word = prepared.index | prepared.generation << 32
-    assert plans.model_of(1, word) == ("echo", 3)
+    assert plans.model_of(1, word) == plans.counted_for(1, word) == ("echo", 3)
     assert plans.retryable(1, word)
     for session, other in ((2, word), (1, word + (1 << 32)), (1, word + 1)):
-        assert plans.model_of(session, other) is None
+        assert plans.model_of(session, other) is plans.counted_for(session, other) is None
         assert not plans.retryable(session, other)
 
 

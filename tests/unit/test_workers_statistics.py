@@ -49,6 +49,18 @@ def test_no_room_is_said_with_numbers_and_changes_nothing(blocks):
     assert len(blocks.take(("n", 1), 2)) == 2
 
 
+def test_requests_that_ended_with_their_worker_are_failures_of_their_model(blocks):
+    blocks.lost("m", 1)
+    blocks.take(("m", 1), 1)
+    blocks.take(("m", 2), 1)
+    blocks.lost("m", 1)
+    blocks.lost("m", 1)
+    assert [blocks.model_stats("m", version)["inference_stats"]["fail"]["count"] for version in (1, 2)] == [2, 0]
+    blocks.give_back(("m", 1))
+    blocks.take(("m", 1), 1)
+    assert blocks.model_stats("m", 1)["inference_stats"]["fail"]["count"] == 0
+
+
 def test_given_back_blocks_are_zero_when_taken_again(blocks):
     taken = blocks.take(("m", 1), BLOCKS)
     for block in taken:
