@@ -298,16 +298,16 @@ class Answers:
 
 
 def check_outputs(model: LoadedModel, outputs: Arrays) -> None:
-    """Raises InferError for what the model cannot send."""
+    """Raises InferError INTERNAL for what the model cannot send."""
     config = model.config
     known = {tensor.name: tensor.datatype for tensor in config.output}
     for name, array in outputs.items():
         datatype = known.get(name)
         if datatype is None:
-            raise InferError(Code.INVALID_ARG, f"model '{config.name}' has no output '{name}'")
+            raise InferError(Code.INTERNAL, f"model '{config.name}' has no output '{name}'")
         if datatype != datatypes.BYTES and np.asarray(array).dtype != datatypes.numpy_dtype(datatype):
             raise InferError(
-                Code.INVALID_ARG,
+                Code.INTERNAL,
                 f"output '{name}' of model '{config.name}' is {datatype}, got an array of {np.asarray(array).dtype}",
             )
         reshape, shape = model.reshapes.get(name), np.asarray(array).shape

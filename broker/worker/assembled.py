@@ -23,7 +23,7 @@ from broker.worker.assembly import (
     scattered,
 )
 from broker.worker.backends import Binding, Operand
-from broker.worker.binding import check_count, check_rows, deliver
+from broker.worker.binding import check_rows, deliver, results_of
 from broker.worker.given import said
 from broker.worker.model import Instance
 from broker.worker.plans import PlacedTensor, Plan
@@ -124,7 +124,7 @@ def _run_part(instance: Instance, assembly: Assembly, rows: list[Row], again: bo
         binding = batch.bind()
         copied = _now()
         ran = run_watched(instance, binding.run, batch.total, copied)
-        parts = batch.cut(binding.results())
+        parts = batch.cut(binding)
         given = said(instance.model, binding, rows) if instance.model.gives_parameters else None
     except Exception as error:
         for request in requests:
@@ -303,10 +303,10 @@ class _Batch:
             found = known[key] = instance.bind(self._inputs, self._outputs, self.total, self._plan.parameters)
         return found
 
-    def cut(self, results: Sequence[Array]) -> dict[str, list[Array]]:
+    def cut(self, binding: Binding) -> dict[str, list[Array]]:
         """Each output by row of the batch (one entry per request or empty slot)."""
         cut: dict[str, list[Array]] = {}
-        check_count(self._instance.model, results, len(self._outputs))
+        results = results_of(self._instance.model, binding, len(self._outputs))
         for operand, array in zip(self._outputs, results, strict=True):
             by = self._assembly.scatter.get(operand.name)
             if by is not None:

@@ -5,6 +5,7 @@ A binding is made on first use and kept with the plan; it keeps the memory it po
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Sequence
 from typing import final
@@ -205,8 +206,38 @@ def check_rows(model: LoadedModel, name: str, array: npt.NDArray[np.generic], ro
         )
 
 
+def results_of(model: LoadedModel, binding: Binding, wanted: int) -> list[npt.NDArray[np.generic]]:
+    """What a run made of the `wanted` outputs that have no memory. Raises InferError INTERNAL for another number."""
+    results = binding.results()
+    if results is None and wanted:
+        raise InferError(
+            Code.INTERNAL,
+            f"'results' of model '{model.name}' returned None: it must return a list with one array for each output "
+            f"whose memory is None, in order, here {wanted}",
+        )
+    check_count(model, results or (), wanted)
+    return results or []
+
+
+def check_in_place(model: LoadedModel, execution: Execution) -> None:
+    """After the first run of a binding all of whose outputs have memory: raises InferError INTERNAL where `results`
+    gives arrays all the same, which nobody would look at. Only code that nobody has read can do that.
+    """
+    if execution.typical_ns or execution.opens or not model.unproven:
+        return
+    with contextlib.suppress(NotImplementedError, AttributeError):  # of code that has nothing to give
+        results_of(model, execution.binding, 0)
+
+
 def check_count(model: LoadedModel, results: Sequence[object], wanted: int) -> None:
     """Raises InferError INTERNAL for too many results, or too few."""
+    if results and not wanted:
+        outputs = ", ".join(f"'{tensor.name}'" for tensor in model.config.output)
+        raise InferError(
+            Code.INTERNAL,
+            f"model '{model.name}' gave {len(results)} results, no output waits for one: each of those asked for (of "
+            f"{outputs}) has memory: write there ('results' is for outputs whose memory is None)",
+        )
     if len(results) != wanted:
         raise InferError(
             Code.INTERNAL, f"model '{model.name}' gave {len(results)} results, {wanted} outputs wait for one"

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from broker.worker.answers import Answers
 from broker.worker.assembly import StatesSent, name_sequence
 from broker.worker.backends import Operand, bind
-from broker.worker.binding import check_count
+from broker.worker.binding import results_of
 from broker.worker.given import of_rows
 from broker.worker.model import Instance
 from broker.worker.plans import Bytes, PlacedTensor, Plan
@@ -169,8 +169,7 @@ def _run_once(instance: Instance, streams: Streams, stream: Stream) -> None:
     binding = bind(instance.runtime, inputs, outputs, stream.parameters)
     binding.run()
     names = [operand.name for operand in outputs]
-    results = binding.results()
-    check_count(instance.model, results, len(names))
+    results = results_of(instance.model, binding, len(names))
     sent = dict(zip(names, map(np.asarray, results), strict=True))
     (given,) = of_rows(instance.model, binding, [stream.rows])
     stream.send(sent, final=True, parameters=given)

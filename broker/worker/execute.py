@@ -18,12 +18,13 @@ from broker.worker.backends import Binding, Operand, Reshaped
 from broker.worker.binding import (
     Execution,
     bind,
-    check_count,
+    check_in_place,
     check_rows,
     client_shape,
     deliver,
     execution_of,
     remember,
+    results_of,
     serialized,
 )
 from broker.worker.buffers import BatchBuffers
@@ -106,11 +107,13 @@ def _run_execution(instance: Instance, request: Request, execution: Execution, b
         instance.count_copy(reason, source.size)
     copied = _now() if execution.copies else began
     ran = run_watched(instance, execution.run, rows, copied)
+    if not execution.typical_ns:
+        check_in_place(instance.model, execution)
     execution.measured(ran - copied)
     request.copied = execution.copied
     ended = ran
     if execution.opens:
-        results = execution.binding.results()
+        results = results_of(instance.model, execution.binding, len(execution.opens))
         delivered = deliver(instance.model, request, execution.opens, results)
         if instance.model.gives_parameters:
             give(instance.model, execution.binding, (request,))
@@ -169,6 +172,8 @@ def _run_adjacent(
     began = _now()
     rows = plan.rows * count
     took = run_watched(instance, execution.run, rows, began) - began
+    if not execution.typical_ns:
+        check_in_place(instance.model, execution)
     execution.measured(took)
     if instance.model.gives_parameters:
         give(instance.model, execution.binding, sorted(requests, key=lambda request: request.input_position))
@@ -187,7 +192,7 @@ def _run_gathered(instance: Instance, requests: list[Request], now: int) -> None
     binding = _batch_binding(instance, requests[0], buffers, rows)
     copied = _now()
     ran = run_watched(instance, binding.run, rows, copied)
-    results = binding.results()
+    results = results_of(instance.model, binding, sum(buffer is None for buffer in buffers.outputs))
     scattered = _scatter(instance, requests, buffers, results, rows)
     if instance.model.gives_parameters:
         give(instance.model, binding, requests)
@@ -252,7 +257,6 @@ def _scatter(
     first = requests[0].plan
     assert isinstance(first, Plan)
     names = [tensor.name for tensor, buffer in zip(first.outputs, buffers.outputs, strict=True) if buffer is None]
-    check_count(instance.model, opened, len(names))
     for name, array in zip(names, opened, strict=True):
         check_rows(instance.model, name, array, rows)
     row = scattered = 0

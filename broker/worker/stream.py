@@ -109,7 +109,7 @@ class Stream:
             raise InferError(Code.INTERNAL, "Unable to send response. Response sender has been closed.")
         if outputs is not None and not isinstance(outputs, Mapping):
             raise InferError(
-                Code.INVALID_ARG, f"a response maps the names of outputs to arrays, got {type(outputs).__name__}"
+                Code.INTERNAL, f"a response maps the names of outputs to arrays, got {type(outputs).__name__}"
             )
         if parameters and (outputs is None or error):
             raise InferError(Code.INVALID_ARG, "parameters go with the outputs of a response, which it does not have")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -76,13 +78,22 @@ def load(context):
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[clientlib.Client]:
     root: Path = tmp_path_factory.mktemp("repository")
-    for name, code, batch in (("streams", STREAMS, 0), ("batched", STREAMS, 4), ("once", ONCE, 4)):
+    packages: Path = tmp_path_factory.mktemp("packages")  # a backend that is installed need not know of streams
+    (packages / "once-1.dist-info").mkdir()
+    (packages / "once-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: once\nVersion: 1\n")
+    (packages / "once-1.dist-info" / "entry_points.txt").write_text("[tensorbroker.backends]\nonce = once_backend\n")
+    (packages / "once_backend.py").write_text(ONCE)
+    for name, code, batch in (("streams", STREAMS, 0), ("batched", STREAMS, 4), ("once", "", 4)):
         (root / name / "1").mkdir(parents=True)
         (root / name / "initial_state").mkdir()
         (root / name / "initial_state" / "ten").write_bytes(np.int32(10).tobytes())
-        (root / name / "config.pbtxt").write_text(CONFIG % batch)
-        (root / name / "backend.py").write_text(code)
+        (root / name / "config.pbtxt").write_text(CONFIG.replace('"own"', '"once"' if not code else '"own"') % batch)
+        if code:
+            (root / name / "backend.py").write_text(code)
     with (
+        mock.patch.dict(
+            os.environ, PYTHONPATH=os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH"))))
+        ),
         Broker(root, tmp_path_factory.mktemp("run")) as broker,
         clientlib.connect(broker.ready().directory) as client,
     ):

@@ -6,11 +6,13 @@ import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from broker.worker import backends
 from broker.worker.batch import Batch
 from broker.worker.execute import run_batch
 from broker.worker.model import LoadedModel
@@ -103,7 +105,14 @@ class Lab:
         (root / "m" / "config.pbtxt").write_text(CONFIG + more)
         (root / "m" / "backend.py").write_text(backend)
         config = run(root)
-        self.loaded = Loaded(config)
+        if "def execute" in backend:
+            self.loaded = Loaded(config)
+        else:  # as an installed one: a model's own code must have it
+            with (
+                mock.patch.object(backends, "_own", return_value=False),
+                mock.patch.object(backends, "find", return_value=backends._from_file(str(root / "m" / "backend.py"))),
+            ):
+                self.loaded = Loaded(config)
         self.model = self.loaded.model
         self.memory = self.loaded.memory()
         inputs = [spec("x", (1, 2), "INT32", stride=8)]
@@ -164,6 +173,7 @@ WRONG = {
     "self.values.astype(np.float32)": "output 'y' of model 'm' is INT32, got an array of float32",
     "self.values[0]": "output 'y' of model 'm' has the shape [2], its configuration says [-1,2]",
     "np.zeros((1, 3), np.int32)": "output 'y' of model 'm' has the shape [1,3], its configuration says [-1,2]",
+    "RENAMED": "model 'm' has no output 'w'",
     "self.values], [self.values": "model 'm' gave 2 results, 1 outputs wait for one",
 }
 SENDS = """
@@ -174,11 +184,19 @@ SENDS = """
 """
 
 
+def sends(wrong: str) -> str:
+    return SENDS.replace('"y": RESULT', '"w": self.values') if wrong == "RENAMED" else SENDS.replace("RESULT", wrong)
+
+
 @pytest.mark.parametrize(
     ("lab", "text"),
-    [((ONE_EACH.replace("self.values + 1", wrong.replace("], [", ", ")),), text) for wrong, text in WRONG.items()]
+    [
+        ((ONE_EACH.replace("self.values + 1", wrong.replace("], [", ", ")),), text)
+        for wrong, text in WRONG.items()
+        if wrong != "RENAMED"
+    ]
     + [
-        ((ONE_EACH.replace("class Model:", "class Model:" + SENDS.replace("RESULT", wrong)),), text)
+        ((ONE_EACH.replace("class Model:", "class Model:" + sends(wrong)),), text)
         for wrong, text in WRONG.items()
         if "], [" not in wrong
     ],
@@ -188,7 +206,18 @@ def test_what_the_configuration_does_not_say_is_an_error_of_the_model(lab, text)
     pending = lab.ask(1)
     lab.run()
     lab.client.reap()
-    assert end(pending)[1] == text
+    assert end(pending) == (Code.INTERNAL, text)
+
+
+def test_own_code_without_execute_is_refused_when_it_is_loaded(tmp_path):
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "m" / "config.pbtxt").write_text(CONFIG)
+    (tmp_path / "m" / "backend.py").write_text(ONE_EACH)
+    with pytest.raises(
+        InferError, match=r"its backend\.py returned \(Model\) has no 'execute': write execute"
+    ) as caught:
+        Loaded(run(tmp_path))
+    assert caught.value.code == "INTERNAL"
 
 
 @pytest.mark.parametrize("lab", [(AGAIN, ITERATIVE)], indirect=True)

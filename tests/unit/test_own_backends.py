@@ -63,6 +63,54 @@ def test_others_are_an_error_of_the_model_and_nothing_is_written(tmp_path, resul
     assert (request.code, text_of(request), y) == (Code.INTERNAL, text, [0, 0])
 
 
+def test_no_results_and_no_binding_are_named(tmp_path):
+    request, y = gives(tmp_path / "results", "None")
+    text = "'results' of model 'm' returned None: it must return a list with one array for each output whose memory is "
+    assert (request.code, text_of(request), y) == (Code.INTERNAL, text + "None, in order, here 1", [0, 0])
+    root = tmp_path / "bind"
+    (root / "m" / "1").mkdir(parents=True)
+    (root / "m" / "config.pbtxt").write_text(CONFIG)
+    (root / "m" / "backend.py").write_text(BACKEND.replace("return self", "pass") + "[]")
+    with Loaded(run(root)) as loaded:
+        plan = loaded.plan(loaded.memory(), [spec("x", (4,))], [spec("y", (-1,), "INT32", offset=256, byte_size=64)])
+        request = loaded.run(loaded.request(plan))
+        assert request.code == Code.INTERNAL
+        assert text_of(request) == (
+            "'bind' of the model's backend returned NoneType: it must return an object with 'run' and 'results'"
+        )
+
+
+WRITE_THERE = (
+    "model 'm' gave 1 results, no output waits for one: each of those asked for (of 'y') has memory: write there "
+    "('results' is for outputs whose memory is None)"
+)
+
+
+@pytest.mark.parametrize("results", ["[np.array([7, 8], np.int32)]", "[]", "None"])
+@pytest.mark.parametrize("rows", [0, 1])
+def test_results_for_outputs_that_have_memory_are_an_error_each_time(tmp_path, results, rows):
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    config = CONFIG.replace("-1", "2")
+    if rows:
+        config = config.replace("max_batch_size: 0", "max_batch_size: 4\ndynamic_batching { }")
+    (tmp_path / "m" / "config.pbtxt").write_text(config)
+    (tmp_path / "m" / "backend.py").write_text(BACKEND + results)
+    batch = (1,) if rows else ()
+    with Loaded(run(tmp_path)) as loaded:
+        inputs, outputs = [spec("x", (*batch, 4))], [spec("y", (*batch, 2), "INT32", offset=256)]
+        plans = [loaded.plan(loaded.memory(), inputs, outputs, rows=rows) for _ in range(2 if rows else 1)]
+        for _ in range(2):
+            alone = loaded.request(plans[0], rows=rows)
+            loaded.run(alone)
+            together = [loaded.request(plan, rows=rows) for plan in plans]
+            loaded.run(*together)
+            for request in (alone, *together):
+                if results.startswith("[np"):
+                    assert (request.code, text_of(request)) == (Code.INTERNAL, WRITE_THERE)
+                else:
+                    assert request.code == Code.OK
+
+
 def test_a_binding_that_hangs_can_be_seen(tmp_path, monkeypatch):
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "m" / "config.pbtxt").write_text(CONFIG)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from broker.worker.stream import Stream
 
 
+OWN: Final = "backend.py"  # beside a model's config.pbtxt
 NOTHING: Final[Mapping[str, Parameter]] = {}
 
 
@@ -76,7 +77,7 @@ class Binding(Protocol):
         """Run the model. Raises InferError, or whatever the runtime raises; outputs are then undefined."""
 
     def results(self) -> list[npt.NDArray[np.generic]]:
-        """The outputs bound with memory None, in order: valid until the next `run` of this binding.
+        """The outputs bound with memory None and no others, in order: valid until the next `run` of this binding.
 
         BYTES outputs come as object arrays of `bytes` or `str`; the caller serializes them.
         """
@@ -144,7 +145,8 @@ class NoRuntime:
 class DecoupledModel(RuntimeModel, Protocol):
     """What `load` returns for a model with `model_transaction_policy { decoupled: true }` that answers as it likes.
 
-    One that has no `execute` is run like any other and sends one response, the final one.
+    One of an installed backend that has no `execute` is run like any other and sends one response, the final one. A
+    model's own code must have it.
     """
 
     def execute(self, streams: list[Stream]) -> None:
@@ -163,9 +165,8 @@ class Backend(Protocol):
 
 def find(config: ModelConfig) -> Backend:
     """The backend module of a model. Raises InferError when there is none or it cannot be imported."""
-    own = os.path.join(config.directory, "backend.py")
-    if os.path.exists(own):
-        return _from_file(own)
+    if _own(config):
+        return _from_file(os.path.join(config.directory, OWN))
     for entry in importlib.metadata.entry_points(group="tensorbroker.backends", name=config.backend):
         try:
             module: Backend = importlib.import_module(entry.value)
@@ -193,6 +194,13 @@ def load_instance(backend: Backend, context: Context) -> RuntimeModel:
             f"'load' of the backend of model '{context.config.name}' returned {type(runtime).__name__}: it must return "
             "an object with 'bind' and 'close'",
         )
+    if context.config.decoupled and _own(context.config) and not callable(getattr(runtime, "execute", None)):
+        raise InferError(
+            Code.INTERNAL,
+            f"model '{context.config.name}' has model_transaction_policy {{ decoupled: true }}, but what 'load' of its "
+            f"{OWN} returned ({type(runtime).__name__}) has no 'execute': write execute(self, streams), or leave "
+            "model_transaction_policy out",
+        )
     return runtime
 
 
@@ -214,8 +222,21 @@ def bind(
 ) -> Binding:
     """Have it bind, with the parameters if it wants them."""
     if reads_parameters(runtime):
-        return runtime.bind(inputs, outputs, MappingProxyType(parameters))
-    return runtime.bind(inputs, outputs)
+        made = runtime.bind(inputs, outputs, MappingProxyType(parameters))
+    else:
+        made = runtime.bind(inputs, outputs)
+    if not callable(getattr(made, "run", None)):
+        raise InferError(
+            Code.INTERNAL,
+            f"'bind' of the model's backend returned {type(made).__name__}: it must return an object with 'run' and "
+            "'results'",
+        )
+    return made
+
+
+def _own(config: ModelConfig) -> bool:
+    """Has the model code of its own?"""
+    return os.path.exists(os.path.join(config.directory, OWN))
 
 
 def _from_file(path: str) -> Backend:
