@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 class Models(gateway_answers.Models, lease_answers.Models, ModelLookup, Protocol):
     """What control messages need of the models."""
 
-    async def load(self, model: str, parameters: int = -1) -> None:
-        """Load or reload, with a descriptor that stays the caller's. Raises InferError with Triton's texts."""
+    async def load(self, model: str, parameters: int = -1, remote: bool = False) -> None:
+        """Load or reload, with a descriptor that stays the caller's; `remote`: from the network. Raises InferError."""
 
     async def unload(self, model: str, dependents: bool = False) -> None:
         """Raises InferError with Triton's texts."""
@@ -286,7 +286,7 @@ async def load_model(control: Control, peer: Peer, request: messages.LoadModel, 
                     Code.INVALID_ARG,
                     f"LoadModel needs {int(request.parameters)} descriptors, one if it has parameters; {len(fds)} came",
                 )
-            await control.models.load(request.model, *fds)
+            await control.models.load(request.model, fds[0] if fds else -1, peer.role == GATEWAY)
         finally:
             close_all(fds)
 

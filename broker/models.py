@@ -24,7 +24,7 @@ from broker.leases import Leases
 from broker.loading import results
 from broker.loads import Loads, Turns, Unawaited
 from broker.model_memory import ModelMemory
-from broker.overrides import Override, Overrides
+from broker.overrides import Override, Overrides, check_code
 from broker.repository.config import CHANGED, LoadFailure, ModelConfig
 from broker.repository.ensembles import members
 from broker.repository.protocol import LoadRequest, Plan
@@ -53,7 +53,7 @@ class Models(Catalogue):
     `control_mode` "none": all are loaded at start and nothing changes later; "poll": besides, `keep_polling` does what
     the repositories' changes ask for; "explicit": those in `startup_models` are loaded ("*": all), and `load` and
     `unload` work. `directory`: where files that come with a load may be written. `loads`, `retries`: see VersionLife.
-    `memory_limit`: see ModelMemory.
+    `memory_limit`: see ModelMemory. `remote_code`: see Overrides.
     """
 
     __slots__ = (
@@ -87,6 +87,7 @@ class Models(Catalogue):
         retries: int = 0,
         gpus: Gpus | None = None,
         memory_limit: int = 0,
+        remote_code: bool = False,
     ) -> None:
         super().__init__(workers.blocks)
         self._gpus = gpus
@@ -95,7 +96,7 @@ class Models(Catalogue):
         self.explicit = control_mode == "explicit"
         self._roots = load_failures.roots_of(request.repositories)
         self._startup = startup_models if self.explicit else ("*",)
-        self._overrides = Overrides(directory)
+        self._overrides = Overrides(directory, remote_code)
         self.leases = Leases()
         self._turns = Turns()
         self.memory = ModelMemory(self, workers.blocks, self.leases, memory_limit, self._unload_all, self._turns.taken)
@@ -196,11 +197,11 @@ class Models(Catalogue):
 
     # --- on request ------------------------------------------------------------------------------------------------
 
-    async def load(self, model: str, parameters: int = -1) -> None:
+    async def load(self, model: str, parameters: int = -1, remote: bool = False) -> None:
         """Read one model's directory again and load what is there; what is loaded serves until then.
 
         `parameters`: a descriptor (`shm.load_parameters`, still the caller's) with what takes the repository's place.
-        Raises InferError with Triton's texts.
+        `remote`: they came through a gateway. Raises InferError with Triton's texts.
         """
         self._need_explicit()
         check_traversal(model)
@@ -209,8 +210,7 @@ class Models(Catalogue):
         except InferError as error:  # no directory of that name is looked at
             raise InferError(Code.INTERNAL, f"{load_failures.not_polled(model)}: {error.message}") from None
         if parameters >= 0:
-            override = await asyncio.to_thread(self._overrides.take, model, parameters)
-            await self._load_one(model, override)
+            await self._load_one(model, await asyncio.to_thread(self._overrides.take, model, parameters, remote))
             return
         # Whoever asks for what has not begun yet gets just that: it sees the same files.
         task = self._waiting.get(model)
@@ -301,6 +301,7 @@ class Models(Catalogue):
             roots = (*self._roots, *load_failures.roots_of((override.repository,)))
             raise load_failures.refusal(load_failures.shown_to_clients(result, roots))
         assert isinstance(result, ModelConfig), "a result for every model"
+        check_code(override, result)
         check_versions(self, self.leases, result)
         return result
 

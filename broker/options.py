@@ -76,6 +76,7 @@ class Options:
     region_memory: str
     cuda_region_memory: str
     model_memory_limit: int
+    allow_code_overrides: bool
     model_load_deaths: int
     exit_timeout_secs: int
     exit_on_error: bool
@@ -153,6 +154,7 @@ def parse_serve(arguments: Sequence[str]) -> Options:
         region_memory=given.text("region-memory", "50%"),
         cuda_region_memory=given.text("cuda-region-memory", "100%"),
         model_memory_limit=byte_size("model-memory-limit", given.text("model-memory-limit", "0")),
+        allow_code_overrides=given.flag("allow-code-overrides", False),
         model_load_deaths=given.integer("model-load-deaths", 5),
         exit_timeout_secs=max(0, given.integer("exit-timeout-secs", 30)),
         exit_on_error=given.flag("exit-on-error", True),
@@ -240,6 +242,16 @@ def _serve_parser() -> Parser:
     add("--model-load-deaths", metavar="N", action="append", dest="model-load-deaths", help=text)
     text = "memory that models may take: bytes (8G); those that clients had loaded go for others (default 0: no limit)"
     add("--model-memory-limit", metavar="BYTES", action="append", dest="model-memory-limit", help=text)
+    text = "files that come with a load over HTTP, gRPC or ZeroMQ may be code, which runs as our user (default false)"
+    add(
+        "--allow-code-overrides",
+        metavar="BOOL",
+        action="append",
+        dest="allow-code-overrides",
+        nargs="?",
+        const="true",
+        help=text,
+    )
     text = "gateway processes for HTTP, gRPC, ZeroMQ and metrics (default 1; 0: none, local clients only)"
     add("--gateways", metavar="N", action="append", help=text)
     text = "bytes of a gRPC message, compressed or not (default 268435456)"

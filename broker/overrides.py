@@ -3,39 +3,54 @@
 Used by `broker.models`. Files go into private directories (0700) below the broker's run directory, laid out as a model
 repository of one model; one goes away with the last version that was loaded from it, all with the broker. As in Triton,
 a model that is loaded with files consists of these alone: the repository need not even have a model of that name.
+Files from the network bring no code, which would run as the broker's user, unless --allow-code-overrides says so.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from typing import final
 
+from broker.repository.config import YES_NO, ModelConfig
 from shm.errors import Code, InferError
 from shm.load_parameters import read
 
 DIRECTORY = "overrides"
+# What Python or the dynamic loader would run, wherever it lies: an own backend imports its neighbours.
+_CODE = re.compile(r"\.(?:py[a-z]?|pth|dylib|dll|so(?:\.[0-9.]+)?)$", re.IGNORECASE | re.ASCII)
+_HOST_CODE = "engine_host_code_allowed"  # TensorRT plans that bring a runtime of their own
+_ALLOW = "put it into the model repository, or start the server with --allow-code-overrides=true"
 _CHUNK = 1 << 20
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Override:
-    """`config` None: the repository's. `repository`: where the model's files are, "" for the broker's repositories."""
+    """`config` None: the repository's. `repository`: where the model's files are, "" for the broker's repositories.
+
+    `code`: may these files be run?
+    """
 
     config: str | None = None
     repository: str = ""
+    code: bool = True
 
 
 @final
 class Overrides:
-    """The directories of all overrides, in `directory`, which belongs to this broker alone."""
+    """The directories of all overrides, in `directory`, which belongs to this broker alone.
 
-    __slots__ = ("_directory", "_numbers")
+    `remote_code`: may files that come through a gateway be code (--allow-code-overrides)?
+    """
 
-    def __init__(self, directory: str) -> None:
+    __slots__ = ("_directory", "_numbers", "_remote_code")
+
+    def __init__(self, directory: str, remote_code: bool = False) -> None:
+        self._remote_code = remote_code
         self._directory = os.path.join(directory, DIRECTORY)
         self._numbers = itertools.count(1)
 
@@ -43,11 +58,12 @@ class Overrides:
         """Remove everything, also what a broker left that was killed."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def take(self, model: str, parameters: int) -> Override:
+    def take(self, model: str, parameters: int, remote: bool = False) -> Override:
         """Read the descriptor `parameters` and write its files. Blocks. `model` is a checked name.
 
-        Raises InferError: INVALID_ARG for what is no `shm.load_parameters`; INTERNAL, as in Triton, for a path that
-        leads out of the model's directory or cannot be written.
+        `remote`: they came through a gateway. Raises InferError: INVALID_ARG for what is no `shm.load_parameters`, and
+        for code that is not allowed; INTERNAL, as in Triton, for a path that leads out of the model's directory or
+        cannot be written.
         """
         found, offset = read(parameters)
         if not found.files:
@@ -55,6 +71,9 @@ class Overrides:
         if found.config is None:
             raise InferError(Code.INVALID_ARG, "Load parameter 'config' must be specified for model file override")
         paths = {path: _inside(model, path) for path in found.files}
+        code = self._remote_code or not remote
+        if not code and (path := next((path for path, normal in paths.items() if _CODE.search(normal)), None)):
+            raise _refused(model, f"'file:{path}' is code")
         repository = os.path.join(self._directory, str(next(self._numbers)))
         directory = os.path.join(repository, model)
         try:
@@ -73,12 +92,27 @@ class Overrides:
                 f"failed to load '{model}', failed to poll from model repository: its files cannot be written to "
                 f"{repository}: {reason}",
             ) from error
-        return Override(found.config, repository)
+        return Override(found.config, repository, code)
 
     def discard(self, repository: str) -> None:
         """Nothing was loaded from this one, or nothing is any more. Blocks."""
         if repository:
             shutil.rmtree(repository, ignore_errors=True)
+
+
+def check_code(override: Override, config: ModelConfig) -> None:
+    """What a loader made of it runs nothing that may not be run. Raises InferError INVALID_ARG."""
+    allows = YES_NO.get(config.parameters.get(_HOST_CODE, "no").lower(), True)
+    if override.repository and not override.code and allows:
+        raise _refused(config.name, f"parameter '{_HOST_CODE}' lets the model's file bring code")
+
+
+def _refused(model: str, why: str) -> InferError:
+    return InferError(
+        Code.INVALID_ARG,
+        f"failed to load '{model}', failed to poll from model repository: {why}, which would run as the server's user "
+        f"and is not taken over the network: {_ALLOW}",
+    )
 
 
 def _inside(model: str, path: str) -> str:

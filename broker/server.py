@@ -89,6 +89,7 @@ class Server:
             retries=options.model_load_retries,
             gpus=self._gpus,
             memory_limit=options.model_memory_limit,
+            remote_code=options.allow_code_overrides,
         )
         quota = _quota(options)
         self._registry = Registry(quota)

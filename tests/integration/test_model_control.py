@@ -117,6 +117,22 @@ def test_a_configuration_and_files_that_come_with_a_load(broker, transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+def test_code_that_comes_with_a_load_is_run_for_the_brokers_own_user_only(broker, transport, tmp_path):
+    code = f"open({str(tmp_path / 'ran')!r}, 'w')\ndef load(context):\n    raise ValueError('it ran')\n".encode()
+    config = {
+        "backend": "made",
+        "parameters": {"worker_group": {"string_value": "default"}},  # that of the others
+        "input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [1]}],
+        "output": [{"name": "y", "data_type": "TYPE_FP32", "dims": [1]}],
+    }
+    with clientlib.connect(url_of(broker, transport)) as client:
+        text = refusal(client.load, "made", config=config, files={"backend.py": code, "1/data": b""})
+    native = transport == "native"
+    assert (tmp_path / "ran").exists() is native
+    assert ("it ran" if native else "--allow-code-overrides=true") in text
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_parameters_of_a_load_that_are_refused(broker, transport, tmp_path):
     with clientlib.connect(url_of(broker, transport)) as client:
         text = refusal(client.load, "add1", files={"1/model.onnx": b""})

@@ -5,11 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
+from types import SimpleNamespace
+from typing import Any
 
 import msgpack
 import pytest
 
-from broker.overrides import Overrides
+from broker.overrides import Override, Overrides, check_code
 from shm.errors import InferError
 from shm.load_parameters import MAX_CONFIG, MAX_FILES, pack, read, split
 from tests.fakes.broker import descriptor
@@ -43,6 +45,50 @@ def test_files_arrive_in_a_private_repository(tmp_path):
     assert not os.path.exists(found.repository)
     with descriptor(pack("text", {})) as fd:
         assert overrides.take("m", fd).repository == ""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "backend.py",
+        "./backend.py",
+        "1/../backend.PY",
+        "1/model.py",
+        "1/x.pyc",
+        "lib/x.so",
+        "x.so.1.2",
+        "a.cpython.so",
+        "x.pth",
+    ],
+)
+def test_code_from_the_network_is_refused_unless_it_is_allowed(tmp_path, path):
+    files = {"1/model.onnx": b"x", path: b"code"}
+    with descriptor(pack("{}", files)) as fd:
+        with pytest.raises(InferError, match="--allow-code-overrides=true") as raised:
+            Overrides(str(tmp_path)).take("m", fd, True)
+        assert raised.value.code == "INVALID_ARG"
+        assert f"'file:{path}' is code" in raised.value.message
+        assert not os.listdir(tmp_path)
+        for overrides, remote in ((Overrides(str(tmp_path)), False), (Overrides(str(tmp_path), True), True)):
+            found = overrides.take("m", fd, remote)
+            assert os.path.exists(os.path.join(found.repository, "m", path))
+            overrides.discard(found.repository)
+    with descriptor(pack("{}", {"1/model.onnx": b"x", "1/python": b"", "pyramid.bin": b"", "a.solid": b""})) as fd:
+        assert Overrides(str(tmp_path)).take("m", fd, True).code is False
+
+
+def test_a_plan_from_the_network_may_not_bring_code():
+    for value, refused in (("true", True), ("YES", True), ("?", True), ("false", False), ("0", False)):
+        config: Any = SimpleNamespace(name="m", parameters={"engine_host_code_allowed": value})
+        for override in (Override("{}"), Override("{}", "/files")):
+            check_code(override, config)
+        if not refused:
+            check_code(Override("{}", "/files", code=False), config)
+            continue
+        with pytest.raises(InferError, match=r"engine_host_code_allowed.*--allow-code-overrides=true"):
+            check_code(Override("{}", "/files", code=False), config)
+    plain: Any = SimpleNamespace(name="m", parameters={})
+    check_code(Override("{}", "/files", code=False), plain)
 
 
 @pytest.mark.parametrize(

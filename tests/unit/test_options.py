@@ -22,7 +22,15 @@ def test_defaults():
     assert options.exit_timeout_secs == 30
     assert options.exit_on_error
     assert options.model_load_deaths == 5
+    assert not options.allow_code_overrides
     assert options.without_effect == []
+
+
+def test_code_with_a_load_must_be_allowed():
+    assert parse_serve([REPOSITORY, "--allow-code-overrides"]).allow_code_overrides
+    assert not parse_serve([REPOSITORY, "--allow-code-overrides=false"]).allow_code_overrides
+    with pytest.raises(UsageError, match="perhaps"):
+        parse_serve([REPOSITORY, "--allow-code-overrides=perhaps"])
 
 
 def test_repositories_accumulate_under_both_names():
