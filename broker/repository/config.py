@@ -226,6 +226,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return int(self.parameters.get("max_queue_bytes") or 0)
 
     @property
+    def drop_oldest(self) -> bool:
+        """Does a queue that is full let its oldest request go instead of the new one?"""
+        return YES_NO.get(self.parameters.get("drop_oldest", "").lower(), False)
+
+    @property
     def hang_timeout_s(self) -> float:
         """0.0 means: the default, derived from measured runs."""
         try:

@@ -22,6 +22,7 @@ from shm.admission import EXPIRED, Request, Verdict
 from shm.errors import Code
 
 FULL: Verdict = (Code.UNAVAILABLE, "Exceeds maximum queue size")
+DROPPED = "a newer request took its place: "
 MISFITS = 16  # clients passed over for one batch at most, so that a look at the queue stays short
 
 
@@ -168,19 +169,19 @@ class DynamicBatcher:
         batch += own
         return statistics.PREFERRED if preferred and rows < self._max else statistics.FULL
 
-    def let_oldest_go(self, request: Request, now: int) -> Request | None:
+    def let_oldest_go(self, request: Request, now: int, why: str) -> Request | None:
         """The queue has too many bytes for `request`: what goes for it (`drop_oldest`); None: nothing does."""
         level = self._level_of(request)
         if not (level.policy.drop_oldest and level.size):
             return None
-        return self._drop(level, now, "too many bytes wait (max_queue_bytes, drop_oldest)")
+        return self._drop(level, now, why)
 
     def _drop(self, level: Level, now: int, why: str) -> Request:
         """A full queue lets go the oldest of the client that fills it most."""
         oldest = (level.delayed or level.line).oldest_of_the_greediest()
         level.remove(oldest)
         self._waiting -= 1
-        self._dropped[oldest] = (Code.UNAVAILABLE, f"a newer request took its place: {why}")
+        self._dropped[oldest] = (Code.UNAVAILABLE, DROPPED + why)
         self.late_at = max(1, now)
         return oldest
 

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from typing import Any, Protocol, final
 
 from broker.repository.config import ModelConfig
-from broker.worker.batcher import FULL, DynamicBatcher, SingleQueue
+from broker.worker.batcher import DROPPED, FULL, DynamicBatcher, SingleQueue
 from broker.worker.queues import Queue, Row
 from shm.admission import Request, Verdict
+from shm.errors import Code
 
 MEASURED = 4  # batches at least before the pace says anything
 _MS = 1_000_000
+_TOO_MANY = "too many bytes wait (max_queue_bytes, drop_oldest)"
 
 
 class _Tensor(Protocol):
@@ -28,7 +30,9 @@ class _Tensor(Protocol):
 def bounded(queue: Queue, config: ModelConfig) -> Queue:
     """`queue` itself where nothing is asked for."""
     most = config.max_queue_bytes
-    return ByteBound(queue, most) if most and isinstance(queue, SingleQueue | DynamicBatcher) else queue
+    if not most or not isinstance(queue, SingleQueue | DynamicBatcher):
+        return queue
+    return ByteBound(queue, most, config.drop_oldest)
 
 
 def input_bytes(request: Request) -> int:
@@ -43,14 +47,15 @@ class ByteBound:
     """One request is always let in where nothing waits, so that none is too large for ever. What idle instances can
     take does not count (see `broker.worker.batcher`).
 
-    Where the queue inside has `drop_oldest`, the oldest go for a new one. Else no client is kept out that has less
-    here than others: the newest of the one that has most are refused for it.
+    With `drop_oldest` (a batcher's levels have it in their policies) the oldest go for a new one. Else no client is
+    kept out that has less here than others: the newest of the one that has most are refused for it.
     """
 
-    __slots__ = ("_began", "_dropped", "_inside", "_lines", "_most", "_pace", "_sizes", "_total")
+    __slots__ = ("_began", "_drop_oldest", "_dropped", "_inside", "_lines", "_most", "_pace", "_sizes", "_total")
 
-    def __init__(self, inside: SingleQueue | DynamicBatcher, most: int) -> None:
+    def __init__(self, inside: SingleQueue | DynamicBatcher, most: int, drop_oldest: bool = False) -> None:
         self._inside = inside
+        self._drop_oldest = drop_oldest
         self._most = most
         self._sizes: dict[Request, int] = {}  # of what waits and was not set aside for an idle instance
         self._lines: dict[int, _Line] = {}  # the same, by client (a channel, as in `broker.worker.fair_line`)
@@ -83,8 +88,7 @@ class ByteBound:
         if free and self._sizes and self._total + size > self._most:
             self._left(self._inside.set_aside(free))
         while self._sizes and self._total + size > self._most:
-            inside = self._inside
-            gone = inside.let_oldest_go(request, now) if isinstance(inside, DynamicBatcher) else None
+            gone = self._let_oldest_go(request, now)
             if gone is not None:
                 self._left((gone,))
             elif not self._make_room(request, size):
@@ -99,6 +103,16 @@ class ByteBound:
             self._lines.setdefault(id(request.channel), _Line()).add(request, size)
             self._total += size
         return verdict
+
+    def _let_oldest_go(self, request: Request, now: int) -> Request | None:
+        if isinstance(self._inside, DynamicBatcher):
+            return self._inside.let_oldest_go(request, now, _TOO_MANY)
+        if not self._drop_oldest:
+            return None
+        oldest = next(iter(max(self._lines.values(), key=lambda line: line.total).sizes))
+        self._inside.remove(oldest)
+        self._dropped[oldest] = (Code.UNAVAILABLE, DROPPED + _TOO_MANY)
+        return oldest
 
     def _make_room(self, request: Request, size: int) -> bool:
         """Refuse the newest of the client with most bytes, if that has no less even then."""

@@ -110,6 +110,30 @@ def test_where_a_limit_on_bytes_cannot_be(tmp_path, field, why):
 
 
 @pytest.mark.parametrize(
+    ("more", "noted"),
+    [
+        ("", True),
+        ("dynamic_batching { }", True),
+        ("sequence_batching { }", True),
+        (parameter("max_queue_bytes", "0"), True),
+        (parameter("max_queue_bytes", "100"), False),
+        ("dynamic_batching { default_queue_policy { max_queue_size: 1 } }", False),
+        (
+            "dynamic_batching { priority_levels: 2 default_priority_level: 1"
+            " priority_queue_policy { key: 2 value { max_queue_size: 1 } } }",
+            False,
+        ),
+    ],
+)
+def test_drop_oldest_where_no_queue_can_be_full(tmp_path, more, noted):
+    text = f"max_batch_size: 4\n{parameter('drop_oldest', 'true')}{more}"
+    says = "parameter drop_oldest has no effect: no queue has a limit; add the parameter max_queue_bytes, or dynamic_"
+    assert [note.startswith(says) for note in config_of(tmp_path, models.add1(), text).notes] == [True] * noted
+    plain = text.replace('"true"', '"false"')
+    assert not config_of(tmp_path, models.add1(), plain).notes
+
+
+@pytest.mark.parametrize(
     ("code", "says"),
     [
         ("def load(context:\n    pass\n", "backend.py:1:9: SyntaxError: '(' was never closed\n    def load(context:\n"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 from broker.repository.config import InstanceGroup, ModelConfig
 from broker.repository.scheduling import DynamicBatching, QueuePolicy
@@ -127,6 +128,36 @@ def test_the_oldest_go_where_that_is_configured():
     text = "a newer request took its place: too many bytes wait (max_queue_bytes, drop_oldest)"
     assert {verdict[1] for _, verdict in gone} == {text}
     assert queue.take(3) == [newest]
+
+
+def test_the_oldest_go_without_batches_too():
+    queue = ByteBound(SingleQueue(), 100, drop_oldest=True)
+    old = [of(50, channel="x"), of(50, channel="x")]
+    for request in old:
+        queue.add(request, 1)
+    newest = of(30, channel="y")
+    assert queue.add(newest, 2) is None
+    assert (queue.late_at, len(queue)) == (1, 3)
+    text = "a newer request took its place: too many bytes wait (max_queue_bytes, drop_oldest)"
+    assert queue.late(2) == [(old[0], (Code.UNAVAILABLE, text))]
+    assert queue.add(of(60, channel="x"), 3) is None
+    assert [request for request, _ in queue.late(3)] == [old[1]]
+    assert {queue.take(4)[0].channel for _ in range(2)} == {"x", "y"}
+    assert len(queue) == 0
+    last = of(500, channel="x")
+    assert queue.add(last, 5, free=1) is None, "where nothing waits it is let in"
+    assert queue.add(of(500, channel="x"), 5, free=1) is None
+    assert not queue.late(5), "one that an idle instance can take is not dropped"
+    assert queue.take(6) == [last]
+
+
+@pytest.mark.parametrize("batch", [0, 4])
+def test_a_model_without_batches_obeys_drop_oldest(batch):
+    parameters = {"max_queue_bytes": "100", "drop_oldest": "True"}
+    queue = LoadedModel(replace(config("", batch=batch), parameters=parameters), 1, 1).queue
+    old, new = of(80), of(90)
+    assert queue.add(old, 1) is queue.add(new, 1) is None
+    assert [request for request, _ in queue.late(1)] == [old]
 
 
 def test_who_has_it_and_what_follows():

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from tritonclient.grpc import model_config_pb2
 
 from broker.repository.config import YES_NO
-from broker.repository.loader.convert_scheduling import DROP_OLDEST
+from broker.repository.loader.convert_scheduling import DROP_OLDEST, drops_oldest
 from broker.repository.loader.failure import ModelError
 from broker.repository.loader.grants import PARAMETER as ZERO_COPY_INPUTS
 from broker.repository.loader.padding import LENGTHS, MASK, PAD_TO, PAD_VALUE
@@ -22,6 +22,10 @@ from broker.repository.loader.padding import LENGTHS, MASK, PAD_TO, PAD_VALUE
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}"
 _WORKER_GROUP = re.compile(f"{_NAME}(,{_NAME})*")
 MAX_QUEUE_BYTES = "max_queue_bytes"
+_NO_LIMIT = (
+    f"parameter {DROP_OLDEST} has no effect: no queue has a limit; add the parameter {MAX_QUEUE_BYTES}, or "
+    "dynamic_batching { default_queue_policy { max_queue_size: … } } (sequences and ensembles drop nothing)"
+)
 _SHORTEST = 6  # letters of a name that is taken for the beginning of ours
 
 
@@ -127,6 +131,8 @@ def check_parameters(config: model_config_pb2.ModelConfig) -> list[str]:
             if problem := rules[name](parameter.string_value):
                 raise ModelError(problem)
             _check_queue(config, name, parameter.string_value)
+            if name == DROP_OLDEST and drops_oldest(config) and not _has_limit(config):
+                notes.append(_NO_LIMIT)
         elif meant := _meant(name, list(rules)):
             notes.append(f"parameter '{name}' has no meaning to the broker: did you mean '{meant}'?")
     return notes
@@ -141,6 +147,14 @@ def _check_queue(config: model_config_pb2.ModelConfig, name: str, text: str) -> 
                 f"parameter {MAX_QUEUE_BYTES} cannot be combined with {field} for {config.name}: "
                 + ("a step that is refused would be missing" if field[0] == "s" else "its requests wait in its members")
             )
+
+
+def _has_limit(config: model_config_pb2.ModelConfig) -> bool:
+    """Is there a queue that can be full?"""
+    batching = config.dynamic_batching
+    policies = (batching.default_queue_policy, *batching.priority_queue_policy.values())
+    most = config.parameters[MAX_QUEUE_BYTES].string_value if MAX_QUEUE_BYTES in config.parameters else ""
+    return bool(most.strip("0")) or any(policy.max_queue_size for policy in policies)
 
 
 def _meant(name: str, known: list[str]) -> str:
