@@ -75,8 +75,14 @@ def refusal(failure: LoadFailure) -> InferError:
 
 def versions_failed(model: str, reasons: Mapping[int, str]) -> InferError:
     """For whoever asked for the load. `reasons` by version."""
-    parts = (f"version {number} is at UNAVAILABLE state: {why};\n" for number, why in reasons.items())
+    parts = (f"version {number} is at UNAVAILABLE state: {_closed(why)}\n" for number, why in reasons.items())
     return InferError(Code.INVALID_ARG, f"load failed for model '{model}': {''.join(parts)}")
+
+
+def _closed(why: str) -> str:
+    """With Triton's semicolon: behind the reason, not behind the fix that stands in the lines below it."""
+    first, line, rest = why.partition("\n")
+    return f"{first};{line}{rest}"
 
 
 def told(failure: LoadFailure) -> Iterator[str]:

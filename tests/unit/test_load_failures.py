@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.load_failures import for_clients, roots_of
+from broker.load_failures import for_clients, roots_of, versions_failed
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,14 @@ def test_links_are_followed(tmp_path: Path) -> None:
     roots = roots_of((str(tmp_path / "link"), "/", ""))
     assert roots == (str(tmp_path / "link"), str(tmp_path / "real"))
     assert for_clients(f"{tmp_path}/real/m and {tmp_path}/link/m", roots) == "m and m"
+
+
+def test_the_semicolon_of_triton_stands_behind_the_reason_and_not_behind_the_fix() -> None:
+    told = versions_failed("m", {1: "no such file", 2: "dims do not fit\n    fix: dims: [ 4 ]"}).message
+    assert told == (
+        "load failed for model 'm': version 1 is at UNAVAILABLE state: no such file;\n"
+        "version 2 is at UNAVAILABLE state: dims do not fit;\n    fix: dims: [ 4 ]\n"
+    )
 
 
 def test_a_root_may_have_any_name() -> None:

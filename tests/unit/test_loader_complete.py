@@ -250,12 +250,12 @@ def test_a_fixed_batch_of_one(tmp_path):
             'max_batch_size: 8 input { name: "x" dims: [ 5 ] }',
             "the model expects 2 dimensions (shape [-1,4]) but the model configuration specifies 2 dimensions (an "
             "initial batch dimension because max_batch_size > 0 followed by the explicit tensor shape, making complete "
-            "shape [-1,5])",
+            "shape [-1,5]): dimension 1 is 4 in the model, 5 in the configuration\n",
             "fix: dims: [ 4 ]",
         ),
         (
             'max_batch_size: 8 input { name: "x" dims: [ -1, 4 ] }',
-            "the model expects 2 dimensions (shape [-1,4]) but the model configuration specifies 3 dimensions",
+            "the model expects 2 dimensions (shape [-1,4]) but the model configuration specifies 3 dimensions (",
             "fix: leave the batch dimension out (max_batch_size > 0 adds it): dims: [ 4 ]",
         ),
         (
@@ -265,7 +265,7 @@ def test_a_fixed_batch_of_one(tmp_path):
         ),
         (
             'max_batch_size: 8 input { name: "x" dims: [ -1 ] }',
-            "making complete shape [-1,-1])",
+            "making complete shape [-1,-1]): dimension 1 is 4 in the model, -1 in the configuration\n",
             "fix: dims: [ 4 ]",
         ),
     ],

@@ -77,6 +77,22 @@ def test_every_value_has_its_origin(tmp_path):
     assert override.origins["max_batch_size"] == "override"
 
 
+def test_a_group_without_a_name_keeps_its_origins(tmp_path):
+    text = "instance_group [ { count: 2 kind: KIND_CPU }, { kind: KIND_CPU } ]"
+    config = config_of(tmp_path, models.add1(), text, explain=True)
+    groups = {path: origin for path, origin in config.origins.items() if path.startswith("instance_group")}
+    assert groups == {
+        "instance_group[m_0].name": "default",
+        "instance_group[m_0].kind": "file",
+        "instance_group[m_0].count": "file",
+        "instance_group[m_1].name": "default",
+        "instance_group[m_1].kind": "file",
+        "instance_group[m_1].count": "default",
+    }
+    (line,) = (line for line in config.explanation.splitlines() if "count: 2" in line)
+    assert line.endswith("# file")
+
+
 @pytest.mark.parametrize("text", ["", "max_batch_size: 0", "max_batch_size: 4 dynamic_batching { }"])
 def test_the_explanation_is_a_configuration_that_changes_nothing(tmp_path, text):
     config = config_of(tmp_path, models.add1(), text, explain=True)

@@ -170,15 +170,15 @@ def test_a_backend_of_the_model_itself(tmp_path):
         ('output { name: "y" label_filename: "../../secret" }', "label_filename '../../secret', which is no file in"),
         (
             "max_batch_size: 4 dynamic_batching { preferred_batch_size: 0 }",
-            "dynamic batching preferred size must be positive for m",
+            "dynamic batching preferred size must be positive for m, got 0",
         ),
         (
             "max_batch_size: 4 dynamic_batching { preferred_batch_size: 5 }",
-            "dynamic batching preferred size must be <= max batch size for m",
+            "dynamic batching preferred size must be <= max batch size for m: 5 > 4",
         ),
         (
             "max_batch_size: 4 dynamic_batching { priority_levels: 2 }",
-            "default priority level must be in range [1, 2] for m",
+            "default priority level must be in range [1, 2] for m, got 0",
         ),
         (
             "max_batch_size: 4 dynamic_batching { priority_levels: 2 default_priority_level: 1 "

@@ -112,9 +112,12 @@ def test_an_initial_state_comes_from_its_file(tmp_path):
         ),
         (
             ("oldest { preferred_batch_size: 5 }",),
-            "sequence batching preferred batch size must be <= max batch size for m",
+            "sequence batching preferred batch size must be <= max batch size for m: 5 > 4",
         ),
-        (("oldest { preferred_batch_size: 0 }",), "sequence batching preferred batch size must be positive for m"),
+        (
+            ("oldest { preferred_batch_size: 0 }",),
+            "sequence batching preferred batch size must be positive for m, got 0",
+        ),
         (
             ("direct { minimum_slot_utilization: 1.5 }",),
             "sequence batching minimum slot utilization must be in range (0.0, 1.0] for m",
@@ -130,7 +133,17 @@ def test_an_initial_state_comes_from_its_file(tmp_path):
         ((START, CORRID), "must be"),
         (
             (START, CORRID, STATE.replace('"t"', '"u"') + "}"),
-            "unexpected inference output 'u' of sequence_batching.state",
+            "unexpected inference output 'u' of sequence_batching.state, allowed outputs are: ",
+        ),
+        ((START, CORRID, STATE.replace('"t"', '"tt"') + "}"), '\n    fix: output_name: "t"'),
+        (
+            (START, CORRID, STATE.replace('"s"', '"ss"') + "}"),
+            "unexpected inference input 'ss' of sequence_batching.state, allowed inputs are: ",
+        ),
+        ((START, CORRID, STATE.replace('"s"', '"ss"') + "}"), '\n    fix: input_name: "s"'),
+        (
+            (START.replace('"START"', '"STAR"'), CORRID, STATE + "}"),
+            '\n    fix: name: "START"',
         ),
         ((START.replace("fp32", "int32"), CORRID, STATE + "}"), "expects datatype TYPE_INT32 for control 'START'"),
         ((START, CORRID, STATE.replace("4", "5") + "}"), "making complete shape [-1,5]"),

@@ -21,6 +21,7 @@ TensorText: TypeAlias = model_config_pb2.ModelInput | model_config_pb2.ModelOutp
 
 
 _COLUMNS = ("config.pbtxt", "model file")
+_FIELDS = {"batch_input": "target_name", "sequence_batching.state": "input_name"}  # where a made input has its name
 
 
 def complete(
@@ -103,12 +104,14 @@ def _compare_made(config: model_config_pb2.ModelConfig, signature: Signature, pa
     for item in config.batch_input:
         for name in item.target_name:
             _compare_type(config, "batch input", item.data_type, inputs[name])
+    stated = {name for state in config.sequence_batching.state for name in (state.input_name, state.output_name)}
     for state in config.sequence_batching.state:
         for kind, name, tensors in (("input", state.input_name, inputs), ("output", state.output_name, outputs)):
             if name not in tensors:
                 raise ModelError(
                     f"unable to load model '{config.name}', unexpected inference {kind} '{name}' of "
                     f"sequence_batching.state, allowed {kind}s are: {', '.join(tensors)}"
+                    + _rename(name, [other for other in tensors if other not in stated], f"{kind}_name")
                 )
             _compare_type(config, f"state {kind}", state.data_type, tensors[name])
             if tensors[name].shape is not None:
@@ -198,6 +201,14 @@ def _compare_names(config: model_config_pb2.ModelConfig, signature: Signature) -
     made = made_inputs(config)
     named = [*(text.name for text in config.input), *made]
     allowed = [tensor.name for tensor in signature.inputs]
+    # Before they are counted: where 'input' is completed from the file, it has the tensor that was meant as well.
+    for name, what in made.items():
+        if name not in allowed:
+            raise ModelError(
+                f"unable to load model '{config.name}', unexpected inference input '{name}' of {what}, allowed inputs "
+                f"are: {', '.join(allowed)}"
+                + _rename(name, [other for other in allowed if other not in made], _FIELDS.get(what, "name"))
+            )
     # Outputs that nobody asks for are not computed; an input that nobody sends cannot be left out.
     if len(named) != len(allowed):
         lines = (
@@ -216,17 +227,16 @@ def _compare_names(config: model_config_pb2.ModelConfig, signature: Signature) -
     ):
         for name in names:
             if name not in known:
-                where = f" of {made[name]}" if kind == "input" and name in made else ""
                 raise ModelError(
-                    f"unable to load model '{config.name}', unexpected inference {kind} '{name}'{where}, allowed "
+                    f"unable to load model '{config.name}', unexpected inference {kind} '{name}', allowed "
                     f"{kind}s are: {', '.join(known)}" + _rename(name, [other for other in known if other not in names])
                 )
 
 
-def _rename(name: str, unused: list[str]) -> str:
+def _rename(name: str, unused: list[str], field: str = "name") -> str:
     near = get_close_matches(name.lower(), [other.lower() for other in unused], n=1, cutoff=0.5)
     meant = [other for other in unused if [other.lower()] == near] or (unused if len(unused) == 1 else [])
-    return f'\n    fix: name: "{meant[0]}"' if meant else ""
+    return f'\n    fix: {field}: "{meant[0]}"' if meant else ""
 
 
 def _compare_shape(config: model_config_pb2.ModelConfig, text: TensorText, tensor: FileTensor, path: str) -> None:
@@ -255,7 +265,7 @@ def _compare_shape(config: model_config_pb2.ModelConfig, text: TensorText, tenso
         )
         what = (
             f"the model expects {len(file_shape)} dimensions (shape {show(file_shape)}) but the model configuration "
-            f"specifies {len(declared)} dimensions{making}"
+            f"specifies {len(declared)} dimensions{making}" + _which_differ(declared, file_shape, batched)
         )
         fix = _fix(config, text, file_shape)
     rows = [("max_batch_size", str(config.max_batch_size), ""), ("dims", dims_text(text.dims), "")]
@@ -263,6 +273,18 @@ def _compare_shape(config: model_config_pb2.ModelConfig, text: TensorText, tenso
         rows.append(("reshape", dims_text(text.reshape.shape), ""))
     rows.append(("shape", show(declared), show(file_shape, tensor.symbols)))
     raise ModelError(f"{prefix}{what}" + side_by_side(_COLUMNS, rows, fix, f"the model file is {path}"))
+
+
+def _which_differ(declared: Sequence[int], file_shape: Sequence[int], batched: bool) -> str:
+    """Where both sides have as many dimensions: those whose sizes differ."""
+    if len(declared) != len(file_shape):
+        return ""
+    differ = (
+        f"dimension {axis} is {there} in the model, {here} in the configuration"
+        for axis, (here, there) in enumerate(zip(declared, file_shape, strict=True))
+        if axis >= batched and there not in (-1, here)
+    )
+    return ": " + ", ".join(differ)
 
 
 def _fix(config: model_config_pb2.ModelConfig, text: TensorText, file_shape: tuple[int, ...]) -> str:

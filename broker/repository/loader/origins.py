@@ -27,10 +27,19 @@ class Origins:
 
     def mark(self, config: model_config_pb2.ModelConfig, origin: str) -> None:
         """Everything that is new or differs since the last call comes from `origin`."""
+        self._follow(config)
         values = {path: text for path, text in _leaves(config, "")}
         changed = {path: origin for path, text in values.items() if self._values.get(path) != text}
         self.found = {path: found for path, found in (self.found | changed).items() if path in values}
         self._values = values
+
+    def _follow(self, config: model_config_pb2.ModelConfig) -> None:
+        """Groups that had no name, and so were known by their place, may have one by now."""
+        for index, group in enumerate(config.instance_group):
+            if group.name and f"instance_group[{group.name}].name" not in self._values:
+                before, now = f"instance_group[{index}].", f"instance_group[{group.name}]."
+                self._values = {_moved(path, before, now): text for path, text in self._values.items()}
+                self.found = {_moved(path, before, now): origin for path, origin in self.found.items()}
 
     def state(self, path: str, origin: str) -> None:
         """For a value that equals the schema's default, which no text shows."""
@@ -54,6 +63,10 @@ class Origins:
                 yield f"{indent}{field.name} {{", ""
                 yield from self._lines(value, where, indent + "  ")
                 yield f"{indent}}}", ""
+
+
+def _moved(path: str, before: str, now: str) -> str:
+    return now + path[len(before) :] if path.startswith(before) else path
 
 
 def _leaves(message: Any, path: str) -> Iterator[tuple[str, str]]:

@@ -133,7 +133,9 @@ def _validate_dynamic_batching(batching: Any, max_batch_size: int, name: str) ->
     if levels > 2**16:
         raise ModelError(f"dynamic batching priority levels must be at most {2**16} for {name}, got {levels}")
     if levels and not 1 <= batching.default_priority_level <= levels:
-        raise ModelError(f"default priority level must be in range [1, {levels}] for {name}")
+        raise ModelError(
+            f"default priority level must be in range [1, {levels}] for {name}, got {batching.default_priority_level}"
+        )
     if any(not 1 <= level <= levels for level in batching.priority_queue_policy):
         raise ModelError(f"priority queue policy must have priority level in range [1, {levels}] for {name}")
     policies = [batching.default_queue_policy, *batching.priority_queue_policy.values()]

@@ -79,9 +79,9 @@ def validate_preferred(sizes: Sequence[int], max_batch_size: int, what: str, nam
     """Preferred batch sizes of any scheduler."""
     for size in sizes:
         if size <= 0:
-            raise ModelError(f"{what} must be positive for {name}")
+            raise ModelError(f"{what} must be positive for {name}, got {size}")
         if size > max_batch_size:
-            raise ModelError(f"{what} must be <= max batch size for {name}")
+            raise ModelError(f"{what} must be <= max batch size for {name}: {size} > {max_batch_size}")
 
 
 def validate_microseconds(field: str, value: int, name: str) -> None:
