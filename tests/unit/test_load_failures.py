@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from broker import version_life
 from broker.load_failures import for_clients, roots_of, versions_failed
+from broker.version_life import VersionLife
+from shm.errors import Code, InferError
 
 
 @pytest.mark.parametrize(
@@ -45,3 +51,25 @@ def test_a_root_may_have_any_name() -> None:
     """What its name has of backslashes is no reference to a group."""
     assert for_clients("cannot read /srv/a\\1 or /srv/a\\1/m", (r"/srv/a\1",)) == r"cannot read a\1 or m"
     assert for_clients("/x: no such file", ("",)) == "/x: no such file"
+
+
+def test_where_any_repository_lies_is_not_said_of_a_worker_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of one that another model is in, and of the files that came with the load."""
+    config: Any = SimpleNamespace(name="m", notes=(), versions={1: ""}, instance_group=(), directory="/run/with.1/m")
+    monkeypatch.setattr(version_life, "placed", lambda _: {"cpu/a": config})
+
+    async def nothing(*_: Any) -> str:
+        return ""
+
+    async def fail(*_: Any) -> None:
+        raise InferError(Code.INTERNAL, "/run/with.1/m/1/x wants /srv/one/n/1/y, not /srv/three")
+
+    worker: Any = SimpleNamespace(key="cpu/a", pid=1, until_up=nothing, load=fail)
+    blocks: Any = SimpleNamespace(busy=lambda *_: False, take=lambda *_: (1,), has_room=lambda *_: True)
+    workers: Any = SimpleNamespace(start=lambda key: worker, blocks=blocks)
+    catalogue: Any = SimpleNamespace(known={"m": SimpleNamespace(versions={})}, versions=list)
+    sizes = SimpleNamespace(begin=lambda *_: None, end=lambda *_: None)
+    memory: Any = SimpleNamespace(make_room=nothing, loaded=nothing, sizes=sizes)
+    overrides: Any = SimpleNamespace(discard=lambda _: None)
+    life = VersionLife(workers, catalogue, overrides, memory, ("/srv/one", "/srv/two"))
+    assert asyncio.run(life.serve(config)) == {1: "m/1/x wants n/1/y, not /srv/three"}
