@@ -9,7 +9,8 @@ import os
 import re
 import socket
 import urllib.parse
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import final
 
 from clientlib.arguments import shown
@@ -19,18 +20,30 @@ from shm.run_directory import SOCKET, default_directory
 
 _PLAIN = re.compile(r"[!-~]+")
 _WIRES = ("grpc", "grpcs", "http", "https", "zmq+ipc")
+MAX_HEADERS = 16  # as many as a ZeroMQ greeting has room for
+_HEADER_NAME = re.compile(r"(?!.*-bin$)[a-z0-9_.-]{1,256}")  # gRPC's rule; values of names in -bin would be bytes
+_HEADER_VALUE = re.compile(r"[!-~](?:[ -~]{0,4094}[!-~])?")
+_OWN_HEADERS = (
+    *("accept-encoding", "connection", "content-encoding", "content-length", "content-type", "expect", "host", "te"),
+    *("inference-header-content-length", "tensorbroker-details", "trailer", "transfer-encoding", "upgrade"),
+    "user-agent",
+)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A server behind a wire. `url` is for messages; `path` is http's prefix, or zmq+ipc's run directory."""
+    """A server behind a wire. `url` is for messages; `path` is http's prefix, or zmq+ipc's run directory.
+
+    `headers`: sent with every request, for the server's restricted APIs; names in lower case. Their values are secret.
+    """
 
     url: str
     scheme: str
     host: str = ""
     port: int = 0
     path: str = ""
+    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
     @property
     def secure(self) -> bool:
@@ -79,6 +92,40 @@ def wire_of(url: object) -> Address | None:
     assert host is not None
     assert port is not None
     return Address(f"{scheme}://{parts.netloc}{path}", scheme, host, port, path)
+
+
+def with_headers(address: Address | None, headers: Mapping[str, str] | None) -> Address | None:
+    """`address` with headers for every request. None: a run directory, where nothing is restricted.
+
+    Raises InferError INVALID_ARG for what cannot be sent; no value is shown.
+    """
+    if not headers:
+        return address
+    if not isinstance(headers, Mapping) or len(headers) > MAX_HEADERS:
+        raise InferError(Code.INVALID_ARG, f"headers must map at most {MAX_HEADERS} names to values")
+    if address is None:
+        raise InferError(
+            Code.INVALID_ARG,
+            "headers are for grpc://, http:// and zmq+ipc://: leave them out, nothing is restricted for a client that "
+            "names the broker's run directory",
+        )
+    found = {}
+    for name, value in headers.items():
+        lower = name.lower() if isinstance(name, str) else ""
+        if not _HEADER_NAME.fullmatch(lower) or lower in _OWN_HEADERS or lower.startswith("grpc-"):
+            raise InferError(
+                Code.INVALID_ARG,
+                f"headers: {shown(name)} cannot be sent: a name has 1 to 256 letters, digits, _ . -, does not end in "
+                "-bin, and is none that the client or its wire sends itself",
+            )
+        if not isinstance(value, str) or not _HEADER_VALUE.fullmatch(value):
+            raise InferError(
+                Code.INVALID_ARG,
+                f"headers: the value of {shown(name)} must be a string of 1 to 4096 printable ASCII characters, "
+                "without spaces around it",
+            )
+        found[lower] = value
+    return replace(address, headers=tuple(found.items()))
 
 
 def directory_of(url: str | os.PathLike[str] | None) -> str:

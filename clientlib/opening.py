@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, overload
 
-from clientlib.address import directory_of, wire_of
+from clientlib.address import directory_of, wire_of, with_headers
 from clientlib.arguments import seconds, shown, whole
 from clientlib.async_client import AsyncClient
 from clientlib.client import MAX_SLOTS, Client
@@ -27,12 +28,22 @@ def connect(url: None = None, *, timeout: float = 30, slots: int = 64, spin_us: 
 
 @overload
 def connect(
-    url: str | os.PathLike[str] | None, *, timeout: float = 30, slots: int = 64, spin_us: float = 50
+    url: str | os.PathLike[str] | None,
+    *,
+    timeout: float = 30,
+    slots: int = 64,
+    spin_us: float = 50,
+    headers: Mapping[str, str] | None = None,
 ) -> Client | RemoteClient: ...
 
 
 def connect(
-    url: str | os.PathLike[str] | None = None, *, timeout: float = 30, slots: int = 64, spin_us: float = 50
+    url: str | os.PathLike[str] | None = None,
+    *,
+    timeout: float = 30,
+    slots: int = 64,
+    spin_us: float = 50,
+    headers: Mapping[str, str] | None = None,
 ) -> Client | RemoteClient:
     """Connect to the broker on this host, once its start-up load has ended.
 
@@ -40,11 +51,12 @@ def connect(
     default place is meant. `grpc://host:8001`, `http://host:8000` (grpcs, https) and `zmq+ipc:///run/directory` make a
     client with the same verbs, whose tensors travel in messages.
     `slots`: requests in flight per thread (remote: per client); `spin_us`: how long a waiting thread spins before it
-    sleeps (0: never).
+    sleeps (0: never). `headers`: name → value, sent with every request over a wire, for a server that restricts APIs
+    (gRPC's names with their prefix "triton-grpc-protocol-").
     Raises InferError UNAVAILABLE when there is no broker, or "starting: 3 of 7 models" after `timeout` seconds.
     """
     patience_s, slots, spin_s = seconds(timeout), whole(slots, "slots", 1, MAX_SLOTS), _spin_s(spin_us)
-    if address := wire_of(url):
+    if address := with_headers(wire_of(url), headers):
         from clientlib.remote import client
 
         return client.connect(address, patience_s, slots)
@@ -66,19 +78,27 @@ async def connect_async(url: None = None, *, timeout: float = 30, slots: int = 5
 
 @overload
 async def connect_async(
-    url: str | os.PathLike[str] | None, *, timeout: float = 30, slots: int = 512
+    url: str | os.PathLike[str] | None,
+    *,
+    timeout: float = 30,
+    slots: int = 512,
+    headers: Mapping[str, str] | None = None,
 ) -> AsyncClient | AsyncRemoteClient: ...
 
 
 async def connect_async(
-    url: str | os.PathLike[str] | None = None, *, timeout: float = 30, slots: int = 512
+    url: str | os.PathLike[str] | None = None,
+    *,
+    timeout: float = 30,
+    slots: int = 512,
+    headers: Mapping[str, str] | None = None,
 ) -> AsyncClient | AsyncRemoteClient:
     """Connect to the broker on this host, once its start-up load has ended. Arguments are those of `connect`.
 
     `slots`: requests in flight for the whole loop; more queue.
     """
     patience_s, slots = seconds(timeout), whole(slots, "slots", 1, MAX_SLOTS)
-    if address := wire_of(url):
+    if address := with_headers(wire_of(url), headers):
         from clientlib.remote import async_client
 
         return await async_client.connect_async(address, patience_s, slots)

@@ -165,7 +165,7 @@ def error_of(address: Address, number: int, text: str, word: Word | None) -> Inf
         return transport.unreachable(address, text.rpartition("last error: ")[2])
     if number == _UNAVAILABLE and text.startswith(_LOST):
         return transport.lost(address, text)
-    return InferError(_CODES.get(number, Code.UNKNOWN), transport.plain(text))
+    return InferError(_CODES.get(number, Code.UNKNOWN), transport.plain(text, word))
 
 
 def _nothing(reply: Any) -> None:

@@ -51,6 +51,7 @@ class GrpcTransport:
 
     def __init__(self, address: Address) -> None:
         self._address = address
+        self._headers = address.headers
         if address.secure:
             self._channel = grpc.secure_channel(address.target, grpc.ssl_channel_credentials(), _OPTIONS)
         else:
@@ -62,7 +63,7 @@ class GrpcTransport:
         rpc = encode(word)
         try:
             call = getattr(self._stub, rpc.method)
-            return rpc.read(call(rpc.request, timeout=_patience(deadline), metadata=rpc.metadata))
+            return rpc.read(call(rpc.request, timeout=_patience(deadline), metadata=rpc.metadata + self._headers))
         except grpc.RpcError as error:
             raise self._error(error, word) from None
         except ValueError as error:  # "Cannot invoke RPC on closed channel!"
@@ -71,7 +72,9 @@ class GrpcTransport:
     def infer(self, request: InferRequest, deadline: float) -> InferAnswer:
         """As `Transport.infer`."""
         try:
-            return decode_infer(self._stub.ModelInfer(encode_infer(request), timeout=_patience(deadline)))
+            return decode_infer(
+                self._stub.ModelInfer(encode_infer(request), timeout=_patience(deadline), metadata=self._headers)
+            )
         except grpc.RpcError as error:
             raise self._error(error, None) from None
         except ValueError as error:
@@ -80,7 +83,9 @@ class GrpcTransport:
     def submit(self, request: InferRequest, deadline: float, ended: Ended) -> Callable[[], None]:
         """As `Transport.submit`."""
         try:
-            future = self._stub.ModelInfer.future(encode_infer(request), timeout=_patience(deadline))
+            future = self._stub.ModelInfer.future(
+                encode_infer(request), timeout=_patience(deadline), metadata=self._headers
+            )
         except ValueError as error:
             raise lost(self._address, error) from None
 
@@ -106,7 +111,7 @@ class GrpcTransport:
         """As `Streams.stream`."""
         try:
             call = self._stub.ModelStreamInfer(
-                iter((encode_stream(request),)), timeout=_patience(deadline), metadata=DETAILED
+                iter((encode_stream(request),)), timeout=_patience(deadline), metadata=DETAILED + self._headers
             )
         except ValueError as error:
             raise lost(self._address, error) from None
@@ -137,6 +142,7 @@ class AsyncGrpcTransport:
 
     def __init__(self, address: Address) -> None:
         self._address = address
+        self._headers = address.headers
         if address.secure:
             self._channel = grpc.aio.secure_channel(address.target, grpc.ssl_channel_credentials(), _OPTIONS)
         else:
@@ -148,7 +154,7 @@ class AsyncGrpcTransport:
         rpc = encode(word)
         try:
             call = getattr(self._stub, rpc.method)
-            return rpc.read(await call(rpc.request, timeout=_patience(deadline), metadata=rpc.metadata))
+            return rpc.read(await call(rpc.request, timeout=_patience(deadline), metadata=rpc.metadata + self._headers))
         except grpc.RpcError as error:
             raise self._error(error, word) from None
         except grpc.aio.UsageError as error:
@@ -157,7 +163,9 @@ class AsyncGrpcTransport:
     async def infer(self, request: InferRequest, deadline: float) -> InferAnswer:
         """As `AsyncTransport.infer`."""
         try:
-            return decode_infer(await self._stub.ModelInfer(encode_infer(request), timeout=_patience(deadline)))
+            return decode_infer(
+                await self._stub.ModelInfer(encode_infer(request), timeout=_patience(deadline), metadata=self._headers)
+            )
         except grpc.RpcError as error:
             raise self._error(error, None) from None
         except grpc.aio.UsageError as error:
@@ -167,7 +175,7 @@ class AsyncGrpcTransport:
         """As `AsyncStreams.stream`."""
         try:
             call = self._stub.ModelStreamInfer(
-                iter((encode_stream(request),)), timeout=_patience(deadline), metadata=DETAILED
+                iter((encode_stream(request),)), timeout=_patience(deadline), metadata=DETAILED + self._headers
             )
         except grpc.aio.UsageError as error:
             raise lost(self._address, error) from None

@@ -48,7 +48,7 @@ class AsyncHttpTransport:
         self._session = aiohttp.ClientSession(
             connector=self._connector,
             auto_decompress=False,
-            headers={"Accept-Encoding": "identity"},
+            headers={"Accept-Encoding": "identity", **dict(address.headers)},
             cookie_jar=aiohttp.DummyCookieJar(),
         )
 
@@ -105,7 +105,7 @@ class AsyncHttpTransport:
             ) as response:
                 answer = await response.read()
                 if response.status != 200:
-                    raise http_codec.error_of(response.status, answer)
+                    raise http_codec.error_of(response.status, answer, call.word)
                 return response.headers.get(HEADER_LENGTH), answer
         except aiohttp.ClientConnectorError as error:
             raise unreachable(self._address, reason_of(error.os_error)) from None

@@ -57,10 +57,15 @@ class HttpCall(NamedTuple):
     headers: dict[str, str]
     read: Callable[[bytes], Any]
     repeatable: bool = True
+    word: Word | None = None  # what is said; None: a request
 
 
 def encode(address: Address, word: Word) -> HttpCall:
     """The request that says a control word."""
+    return _encode(address, word)._replace(word=word)
+
+
+def _encode(address: Address, word: Word) -> HttpCall:
     match word:
         case transport.Live():
             return _get(address, "/v2/health/live", lambda body: True)
@@ -161,8 +166,8 @@ def check_end(position: int, body_length: int) -> None:
         )
 
 
-def error_of(status: int, body: bytes) -> InferError:
-    """The error that an answer with another status than 200 carries."""
+def error_of(status: int, body: bytes, word: Word | None = None) -> InferError:
+    """The error that an answer with another status than 200 carries. `word`: what was said; None for a request."""
     code = _CODES.get(status, Code.INVALID_ARG if 400 <= status < 500 else Code.UNKNOWN)
     try:
         text = json.loads(body)["error"]
@@ -170,7 +175,9 @@ def error_of(status: int, body: bytes) -> InferError:
         text = body.decode("utf-8", "replace")[:_MAX_TEXT].strip()
     if status == 400:
         code = next((better for pattern, better in _CODES_OF_400 if pattern.fullmatch(str(text).strip())), code)
-    return InferError(code, transport.plain(str(text)) if text else f"the server answered with HTTP status {status}")
+    return InferError(
+        code, transport.plain(str(text), word) if text else f"the server answered with HTTP status {status}"
+    )
 
 
 def _get(address: Address, path: str, read: Callable[[bytes], Any]) -> HttpCall:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import http.client
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from clientlib.address import Address
@@ -113,7 +113,7 @@ class HttpTransport:
             kept = connection.kept
             try:
                 flight.board(connection)
-                sent = _send(connection, call, deadline)
+                sent = _send(connection, call, self._address.headers, deadline)
                 try:
                     response = connection.response(deadline)
                 except _BROKEN as error:
@@ -121,7 +121,7 @@ class HttpTransport:
                         continue
                     raise (lost if sent else unreachable)(self._address, reason_of(error)) from None
                 status = response.status
-                answer = read(response) if status == 200 else http_codec.error_of(status, response.read())
+                answer = read(response) if status == 200 else http_codec.error_of(status, response.read(), call.word)
                 if sent and not response.will_close:
                     flight.leave()
                     self._connections.give_back(connection)
@@ -140,13 +140,13 @@ class HttpTransport:
         raise AssertionError("the second attempt returns or raises")
 
 
-def _send(connection: Connection, call: HttpCall, deadline: float) -> bool:
+def _send(connection: Connection, call: HttpCall, headers: Sequence[tuple[str, str]], deadline: float) -> bool:
     """Send a request. False: not all of it went out, but there may be an answer that says why."""
     try:
         connection.until(deadline)
         wire = connection.http
         wire.putrequest(call.method, call.path, skip_accept_encoding=True)
-        for name, value in call.headers.items():
+        for name, value in (*call.headers.items(), *headers):
             wire.putheader(name, value)
         length = sum(len(part) for part in call.parts)
         if call.parts:

@@ -297,11 +297,30 @@ class AsyncStreams(Protocol):
 # --- what all transports say the same way -------------------------------------------------------------------------
 
 _REQUEST_ID = re.compile(r"^\[request id: [^\]]*\] ")
+_RESTRICTED = re.compile(r"This (?:API|protocol) is restricted, expecting header '([^']+)'")
+_APIS: dict[type[Word], str] = {  # Triton's names of what is restricted; everything else runs models
+    Live: "health",
+    Index: "model-repository",
+    Metadata: "metadata",
+    Config: "model-config",
+    Statistics: "statistics",
+    Load: "model-repository",
+    Unload: "model-repository",
+    RegisterSystem: "shared-memory",
+    Unregister: "shared-memory",
+}
 
 
-def plain(text: str) -> str:
-    """A server's error text without the request's id, which whoever gets the error here knows."""
-    return _REQUEST_ID.sub("", text)
+def plain(text: str, word: Word | None = None) -> str:
+    """A server's error text without the request's id, which whoever gets the error here knows.
+
+    What `word` (None: a request) needs a header for is told with how to send it, behind the server's text.
+    """
+    text = _REQUEST_ID.sub("", text)
+    if missing := _RESTRICTED.fullmatch(text):
+        api = _APIS[type(word)] if word is not None else "inference"
+        text += f" with its value for '{api}': clientlib.connect(url, headers={{'{missing[1]}': value}})"
+    return text
 
 
 def unreachable(address: Address, reason: object) -> InferError:

@@ -47,7 +47,8 @@ class AsyncZmqTransport:
 
     async def call(self, word: Word, deadline: float) -> Any:
         """As `AsyncTransport.call`."""
-        answer = zmq_codec.answer(await self._ask(partial(zmq_codec.word_message, word), deadline))
+        reply = await self._ask(partial(zmq_codec.word_message, word), deadline)
+        answer = zmq_codec.answer(reply, word)
         self._line.remember(word)
         return answer
 

@@ -61,7 +61,7 @@ def word_message(word: Word, number: int) -> wire.Request:
             return wire.Unregister(id=number, name=word.name)
 
 
-def answer(reply: wire.GatewayMessage) -> Any:
+def answer(reply: wire.GatewayMessage, word: Word) -> Any:
     """What a reply to a word says. Raises InferError for an error."""
     match reply:
         case wire.ServerState():
@@ -77,7 +77,7 @@ def answer(reply: wire.GatewayMessage) -> Any:
         case wire.Done():
             return None
         case _:
-            raise error_of(reply)
+            raise error_of(reply, word)
 
 
 def infer_message(request: InferRequest, number: int) -> wire.Infer:
@@ -126,8 +126,8 @@ def infer_answer(reply: wire.GatewayMessage) -> InferAnswer | InferError:
     return error_of(reply)
 
 
-def error_of(reply: wire.GatewayMessage) -> InferError:
-    """The error that a reply is."""
+def error_of(reply: wire.GatewayMessage, word: Word | None = None) -> InferError:
+    """The error that a reply is. `word`: what was said; None for a request."""
     if isinstance(reply, wire.Error):
-        return InferError(reply.code, plain(reply.message))
+        return InferError(reply.code, plain(reply.message, word))
     return InferError(Code.INTERNAL, f"the gateway answered with {type(reply).__name__}: is it of this version?")

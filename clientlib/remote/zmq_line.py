@@ -141,6 +141,7 @@ class Line:
             heartbeat_ms=int(HEARTBEAT_S * 1e3),
             token=self._token,
             library="clientlib",
+            headers=dict(self.address.headers),
         )
 
     def greeted(self, reply: wire.GatewayMessage) -> bool:

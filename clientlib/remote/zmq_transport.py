@@ -77,7 +77,7 @@ class ZmqTransport:
     def call(self, word: Word, deadline: float) -> Any:
         """As `Transport.call`."""
         reply = self._ask(partial(zmq_codec.word_message, word), deadline)
-        answer = zmq_codec.answer(reply)
+        answer = zmq_codec.answer(reply, word)
         with self._lock:
             self._line.remember(word)
         return answer

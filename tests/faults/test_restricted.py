@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Iterator
 from ipaddress import ip_address
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import clientlib
 from tests.fakes.zmq_gateway import HandZmqClient
 from tests.faults import front_doors, raw
 from tests.faults.front_doors import FrontDoors
@@ -198,6 +200,50 @@ def test_h10_zeromq_is_no_way_around(guarded: FrontDoors) -> None:
     """[H-10] It has no headers to give: what is restricted elsewhere is not to be had here."""
     found = guarded.offend(_try_zeromq, directory=str(guarded.run_directory))
     assert {kind: text for kind, text in found.items() if "This API is restricted" not in text} == {}
+    guarded.settled()
+
+
+def _say_everything(urls: dict[str, str], keys: dict[str, dict[str, str]]) -> dict[str, Any]:
+    """With clientlib: what it is told without the header, with a wrong one, and whether all verbs work with it."""
+    found: dict[str, Any] = {}
+    for wire, url in urls.items():
+        told = []
+        for headers in (None, dict.fromkeys(keys[wire], "wrong")):
+            with pytest.raises(clientlib.InferError) as refused:
+                clientlib.connect(url, timeout=front_doors.LIMIT_S, headers=headers)
+            told.append([str(refused.value.code), refused.value.message])
+        with clientlib.connect(url, headers=keys[wire]) as client:
+            assert "add1" in client.models()
+            assert client.statistics("add1")
+            out = [client.infer("add1", {"x": front_doors.X})["y"]]
+            out += [each["y"] for each in client.stream("add1", {"x": front_doors.X})]
+            region = client.create_region("x", front_doors.X.nbytes)
+            region.array((1, 4), "FP32")[:] = front_doors.X
+            with client.prepare("add1", {"x": region.tensor((1, 4), "FP32")}) as plan:
+                out.append(plan.submit().result()["y"].copy())
+        out.append(asyncio.run(_infer_on_a_loop(url, keys[wire])))
+        found[wire] = [*told, [(each == front_doors.X + 1).all().item() for each in out]]
+    return found
+
+
+async def _infer_on_a_loop(url: str, headers: dict[str, str]) -> Any:
+    async with await clientlib.connect_async(url, headers=headers) as client:
+        return (await client.infer("add1", {"x": front_doors.X}))["y"]
+
+
+def test_h10_the_client_library_says_what_is_missing_and_sends_it(guarded: FrontDoors) -> None:
+    """[H-10] Over each wire; the value that was sent is not repeated."""
+    urls = {
+        "http": f"http://127.0.0.1:{guarded.http}",
+        "grpc": f"grpc://127.0.0.1:{guarded.grpc}",
+        "zmq": f"zmq+ipc://{guarded.run_directory}",
+    }
+    found = guarded.offend(_say_everything, urls=urls, keys={"http": HTTP_KEY, "grpc": GRPC_KEY, "zmq": HTTP_KEY})
+    for wire, (without, wrong, right) in found.items():
+        kind, (name,) = ("protocol", GRPC_KEY) if wire == "grpc" else ("API", HTTP_KEY)
+        text = f"This {kind} is restricted, expecting header '{name}' with its value for 'health': clientlib.connect"
+        assert without == wrong == ["UNAVAILABLE", f"{text}(url, headers={{'{name}': value}})"]
+        assert right == [True] * 4, wire
     guarded.settled()
 
 
