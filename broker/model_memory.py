@@ -158,8 +158,19 @@ class ModelMemory:
                 del self._reserved[config.name]
             return problem
 
+    async def measured(self, config: ModelConfig) -> str:
+        """Its workers have it, and it does not serve yet: what it takes is known. Returns why that is too much, or "".
+
+        As `make_room`, which knew its files only.
+        """
+        if config.name not in self._reserved:
+            return ""
+        async with self._one:
+            self._reserved[config.name] = sum(self.sizes.of(config.name, number) for number in config.versions)
+            return await self._until_it_fits(config.name)
+
     async def loaded(self, model: str) -> None:
-        """What it takes is known now, or it failed. If it is more than there is room for, others go."""
+        """It serves, or it failed. If a reload has made it larger than there is room for, others go."""
         if self._reserved.pop(model, None) is None:
             return
         async with self._one:
@@ -214,7 +225,7 @@ class ModelMemory:
         return "requests wait or run" if busy else ""
 
     def _refusal(self, model: str, rows: list[Loaded]) -> str:
-        wanted = self._reserved.get(model, 0)
+        wanted = sum(row.byte_size for row in rows if row.name == model)
         others = sorted((row for row in rows if row.name != model), key=lambda row: -row.byte_size)
         others = [row for row in others if row.byte_size]
         used = sum(row.byte_size for row in others)

@@ -23,7 +23,7 @@ from broker.overrides import Overrides
 from broker.repository.config import ModelConfig
 from broker.repository.placement import placed
 from broker.workers import Workers
-from shm.errors import InferError
+from shm.errors import Code, InferError
 
 LOADS = 4  # at a time, as in Triton
 DRAIN_LOOK_S = 0.05
@@ -162,6 +162,9 @@ class VersionLife:
                     for result in results:
                         if isinstance(result, BaseException):
                             raise result
+            # Not with a turn to load: what goes for it may have ensembles loaded anew.
+            if not version.generation and (no_room := await self._memory.measured(config)):
+                raise InferError(Code.UNAVAILABLE, no_room)
         except BaseException:
             if done:
                 await self._go_back(config.name, number, version, list(done.values()))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -303,6 +305,35 @@ def test_what_is_kept_or_was_loaded_at_start_stays_and_the_refusal_says_who(brok
     assert client.models()["small"].state == "READY"
 
 
+def test_what_takes_more_than_its_files_does_not_exceed_the_limit_either(
+    broker: Gateway, client: Client, repository: Path
+) -> None:
+    hungry = repository / "hungry"
+    write_large(repository, "hungry")
+    (hungry / "1" / "weights").write_bytes(b"")
+    try:
+        for name in "abc":
+            client.load(name)
+        client.infer("a", {"x": X})
+        client.load("hungry")  # its files fit beside the others
+        assert ready(client) in (["a", "b", "hungry"], ["a", "c", "hungry"])
+        client.unload("hungry")
+        (hungry / "1" / "weights").write_bytes(b"more")  # other files: nothing is known of it
+        code = (hungry / "backend.py").read_text().replace(f"np.ones({MODEL_BYTES}", f"np.ones({2 * MODEL_BYTES}")
+        (hungry / "backend.py").write_text(code)
+        with client.keep_loaded("a"), client.keep_loaded("b"), client.keep_loaded("c"):
+            message = refusal(client.load, "hungry").message
+            assert ready(client) == ["a", "b", "c"]  # nothing went in vain
+        taken = re.search(rf"it takes (\d+) bytes, and of the {LIMIT} of --model-memory-limit \d+ are used", message)
+        assert taken is not None
+        assert int(taken[1]) > 2 * MODEL_BYTES * 0.9
+        rows = {model["name"]: model for model in status(broker)["models"]}
+        assert rows["hungry"]["state"] == "UNAVAILABLE"
+    finally:
+        client.unload("hungry")
+        shutil.rmtree(hungry)
+
+
 def test_an_ensemble_goes_before_its_members_and_is_refused_if_they_do_not_fit(client: Client) -> None:
     client.load("both")
     client.load("c")
@@ -318,8 +349,8 @@ def test_what_runs_stays(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         gate = stack.enter_context(contextlib.closing(Gate(root / "gate")))
         (gate.directory / "config.pbtxt").write_text(CONFIG.format(gate.directory))
-        (gate.directory / "1" / "weights").write_bytes(bytes(1000))
-        limit = (root / "a" / "1" / "weights").stat().st_size + 1
+        (gate.directory / "1" / "weights").write_bytes(bytes(MODEL_BYTES // 2))
+        limit = MODEL_BYTES + MODEL_BYTES // 3  # either of them, and what a worker needs beside a model
         flags = ("--model-control-mode=explicit", f"--model-memory-limit={limit}")
         broker = stack.enter_context(Broker(root, tmp_path / "run", *flags)).ready()
         client = stack.enter_context(connect(broker))

@@ -50,7 +50,7 @@ def test_a_load_that_is_cancelled_leaves_no_worker_with_the_model(monkeypatch: p
             SimpleNamespace(start=workers.__getitem__, blocks=blocks, give_back=lambda _: None),  # type: ignore[arg-type]
             SimpleNamespace(known={"m": SimpleNamespace(versions=known)}, versions=list),  # type: ignore[arg-type]
             SimpleNamespace(discard=lambda _: None),  # type: ignore[arg-type]
-            SimpleNamespace(make_room=nothing, loaded=nothing, sizes=sizes),  # type: ignore[arg-type]
+            SimpleNamespace(make_room=nothing, measured=nothing, loaded=nothing, sizes=sizes),  # type: ignore[arg-type]
         )
         load = asyncio.create_task(life.serve(config))
         await asyncio.wait_for(workers["cpu/c"].asked.wait(), 10)
