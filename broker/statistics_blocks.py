@@ -35,10 +35,12 @@ from shm.statistics import (
     INFER_NS,
     INFERENCES,
     INPUT_NS,
+    LARGEST,
     LAST_MS,
     LASTING,
     LATENCIES,
     LATENCY,
+    LONGEST,
     MAX_BATCH,
     OUTPUT_NS,
     PENDING,
@@ -91,6 +93,11 @@ class StatisticsBlocks:
             self._owners[block] = owner
             blocks.append(block)
         return tuple(blocks[:count])
+
+    def unmeasured(self, blocks: Sequence[int]) -> None:
+        """A load begins: what runs of another one took tells nothing of it."""
+        for block in blocks:
+            self.page.words[block * BLOCK + LONGEST] = self.page.words[block * BLOCK + LARGEST] = 0
 
     def of_worker(self, key: str) -> memoryview:
         """The words of a worker's own block."""

@@ -260,7 +260,9 @@ class VersionLife:
                 break
             if not version.generation and version.state == UNAVAILABLE:
                 self._workers.give_back((name, other))
-        return blocks.take(owner, count, worker)
+        taken = blocks.take(owner, count, worker)
+        blocks.unmeasured(taken)
+        return taken
 
     async def tidy(self, versions: dict[int, Version], files: str) -> None:
         """The private repository `files` goes with the last version of its model that serves from it."""

@@ -42,7 +42,10 @@ HIT_LATENCY = LATENCY + LATENCIES  # .. +LATENCIES-1: the same of cache hits
 CLOSED = HIT_LATENCY + LATENCIES  # .. +3: batches that were formed, by why they were closed
 CLOSED_BY = ("full", "preferred", "delay", "idle")  # see `broker.worker.queues`
 FULL, PREFERRED, DELAY, IDLE = range(len(CLOSED_BY))
-BATCHES = CLOSED + len(CLOSED_BY)  # 4 words per batch size 1..MAX_BATCH: executions, input ns, infer ns, output ns
+# What a replacement of the worker judges hangs by until it has measured something itself
+LONGEST = CLOSED + len(CLOSED_BY)  # ns: the longest run of any size, or preparation of one, since the load
+LARGEST = LONGEST + 1  # 1 + rows of the largest batch among those runs; 0: none was measured
+BATCHES = LARGEST + 1  # 4 words per batch size 1..MAX_BATCH: executions, input ns, infer ns, output ns
 RESPONSE_WORDS, RESPONSE_INDICES = 10, 32  # later responses of a request are counted at the last index
 RESPONSES = BLOCK - RESPONSE_WORDS * RESPONSE_INDICES  # of decoupled models, see `broker.worker.response_statistics`
 MAX_BATCH = (RESPONSES - BATCHES) // 4  # larger batches are counted at this size

@@ -56,6 +56,7 @@ class Instance(Counted):
     """One execution slot of a model version."""
 
     __slots__ = (
+        "_before",
         "_scratch",
         "_told",
         "buffers",
@@ -78,6 +79,7 @@ class Instance(Counted):
         self.buffers: dict[object, BatchBuffers] = {}
         self._scratch: dict[tuple[str, str], npt.NDArray[np.uint8]] = {}
         self._told = -1
+        self._before = block[statistics.LONGEST], block[statistics.LARGEST]  # in the worker that this one replaces
         block[statistics.BATCH] = 0  # a worker that died here left its batch behind
 
     def scratch(self, side: str, tensor: str, byte_size: int) -> npt.NDArray[np.uint8]:
@@ -107,8 +109,9 @@ class Instance(Counted):
     def bind(
         self, inputs: list[Operand], outputs: list[Operand], rows: int, parameters: Mapping[str, Parameter]
     ) -> Binding:
-        """Have the runtime prepare a run of so many rows, with the hang watch on. What it takes is not measured."""
-        self.begin(rows, time.monotonic_ns())
+        """Have the runtime prepare a run of so many rows, with the hang watch on. What it takes is no run."""
+        began = time.monotonic_ns()
+        self.begin(rows, began)
         try:
             made = backends.bind(self.runtime, inputs, outputs, parameters)
             if backends.gives_parameters(made):
@@ -116,6 +119,7 @@ class Instance(Counted):
             return made
         finally:
             self.end(rows, 0)
+            self._keep(time.monotonic_ns() - began, 0)
 
     def begin(self, rows: int, now: int) -> None:
         """Tell the broker what runs, so that it can see a hang."""
@@ -131,10 +135,23 @@ class Instance(Counted):
         self.block[statistics.BATCH] = 0
         if took > self.longest.get(rows, 0):
             self.longest[rows] = took
+            self._keep(took, rows + 1)
 
     def _expected(self, rows: int) -> int:
-        """The longest run at this size or larger; 0 = unmeasured."""
-        return max((took for size, took in self.longest.items() if size >= rows), default=0)
+        """The longest run at this size or larger; 0 = unmeasured.
+
+        In a replacement that has measured none: whatever took longest before, the first run and preparations included,
+        since it has those before it again.
+        """
+        longest, largest = self._before
+        before = longest if rows < largest else 0
+        return max((took for size, took in self.longest.items() if size >= rows), default=before)
+
+    def _keep(self, took: int, largest: int) -> None:
+        """For a replacement of this worker."""
+        block = self.block
+        block[statistics.LONGEST] = max(block[statistics.LONGEST], took)
+        block[statistics.LARGEST] = max(block[statistics.LARGEST], largest)
 
 
 @final

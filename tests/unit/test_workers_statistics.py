@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
 from broker.statistics_blocks import StatisticsBlocks
+from broker.worker.backends import NoRuntime
+from broker.worker.model import Instance
 from shm import statistics as words
 from shm.errors import InferError
 from shm.statistics import BLOCKS, StatisticsPage
@@ -150,3 +153,50 @@ def test_a_version_without_blocks_has_zeros(blocks):
     stats = blocks.model_stats("m", 1)
     assert (stats["inference_count"], stats["batch_stats"], stats["last_inference"]) == (0, [], 0)
     assert set(blocks.distribution("m", 1)["latency"]) == {0}
+
+
+# --- what a hang is judged by -----------------------------------------------------------------------------------------
+
+
+def test_a_replacement_judges_by_the_longest_run_of_the_worker_before_until_it_has_measured_one(blocks):
+    (number,) = blocks.take(("m", 1), 1)
+    block = blocks.page.block(number)
+
+    def expected(instance: Instance, rows: int) -> int:
+        instance.begin(rows, 1)
+        instance.end(rows, 0)
+        return block[words.EXPECTED]
+
+    model: Any = None
+    first = Instance(model, "m", NoRuntime(), block)
+    assert expected(first, 4) == 0
+    for rows, took in ((4, 700), (4, 90), (1, 50)):
+        first.begin(rows, 1)
+        first.end(rows, took)
+    assert (expected(first, 1), expected(first, 2), expected(first, 8)) == (50, 700, 0)
+    second = Instance(model, "m", NoRuntime(), block)
+    # Its first run may take what the first one took; of larger batches nothing is known.
+    assert (expected(second, 1), expected(second, 4), expected(second, 5)) == (700, 700, 0)
+    second.begin(1, 1)
+    second.end(1, 60)
+    assert (expected(second, 1), expected(second, 4)) == (60, 700)
+    blocks.unmeasured([number])  # other files may take longer
+    assert expected(Instance(model, "m", NoRuntime(), block), 1) == 0
+
+
+def test_preparing_alone_is_no_measure_and_counts_with_a_run(blocks, monkeypatch):
+    (number,) = blocks.take(("m", 1), 1)
+    block, times = blocks.page.block(number), iter((100, 1000))
+    monkeypatch.setattr("broker.worker.model.time.monotonic_ns", lambda: next(times))
+    monkeypatch.setattr("broker.worker.model.backends.bind", lambda *_: None)
+    monkeypatch.setattr("broker.worker.model.backends.gives_parameters", lambda _: False)
+    model: Any = None
+    first = Instance(model, "m", NoRuntime(), block)
+    first.bind([], [], 0, {})
+    again = Instance(model, "m", NoRuntime(), block)
+    again.begin(0, 1)
+    assert block[words.EXPECTED] == 0
+    again.end(0, 30)
+    last = Instance(model, "m", NoRuntime(), block)
+    last.begin(0, 1)
+    assert block[words.EXPECTED] == 900
