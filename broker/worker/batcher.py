@@ -18,10 +18,9 @@ from broker.worker.fair_line import FairLine
 from broker.worker.levels import Level
 from broker.worker.queues import Queue, Row
 from shm import statistics
-from shm.admission import EXPIRED, Request, Verdict
+from shm.admission import Request, Verdict
 from shm.errors import Code
 
-FULL: Verdict = (Code.UNAVAILABLE, "Exceeds maximum queue size")
 DROPPED = "a newer request took its place: "
 MISFITS = 16  # clients passed over for one batch at most, so that a look at the queue stays short
 
@@ -143,7 +142,7 @@ class DynamicBatcher:
             if level.policy.drop_oldest:
                 self._drop(level, now, f"the queue is full at {most} (max_queue_size, drop_oldest)")
             elif not self._make_room(level, request, now):
-                return FULL
+                return level.full(request, now)
         level.add(request, now)
         self._waiting += 1
         if level.late_at and (not self.late_at or level.late_at < self.late_at):
@@ -192,7 +191,7 @@ class DynamicBatcher:
             return False
         level.remove(newest)
         self._waiting -= 1
-        self._dropped[newest] = FULL
+        self._dropped[newest] = level.full(newest, now)
         self.late_at = max(1, now)
         return True
 
@@ -301,7 +300,7 @@ class DynamicBatcher:
             if level.late_at and level.late_at <= now:
                 for request in level.late(now):
                     self._out_of_ready(request)
-                    self._dropped[request] = EXPIRED
+                    self._dropped[request] = level.expired(request)
                     self._waiting -= 1
         self._look()
 

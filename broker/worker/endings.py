@@ -15,7 +15,7 @@ def count_endings(requests: Iterable[Request]) -> None:
     for request in requests:
         if isinstance(request.plan, Plan) and request.plan.model is not None:
             word = statistics.CANCELLED if request.code == Code.CANCELLED else statistics.FAIL
-            if request.note == EXPIRED[1].encode():
+            if request.note.startswith(EXPIRED[1].encode()):
                 word = statistics.EXPIRED
             block = request.plan.model.instances[0].block
             block[word] += 1

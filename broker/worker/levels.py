@@ -8,7 +8,17 @@ from typing import final
 from broker.repository.scheduling import QueuePolicy
 from broker.worker.deadlines import Deadlines
 from broker.worker.fair_line import FairLine
-from shm.admission import Request
+from shm.admission import EXPIRED, Request, Verdict
+from shm.errors import Code
+
+FULL: Verdict = (Code.UNAVAILABLE, "Exceeds maximum queue size")
+MEASURED = 4  # requests at least before the pace says anything
+_MS = 1_000_000
+
+
+def told_more(request: Request) -> bool:
+    """Does its client read more than Triton's text? Those of Triton's do not."""
+    return request.plan is not None and bool(request.plan.owner)
 
 
 @final
@@ -19,7 +29,19 @@ class Level:
     long (timeout_action DELAY): they go when nothing else of their level waits.
     """
 
-    __slots__ = ("_late", "_timeout", "delayed", "late_at", "line", "policy", "size")
+    __slots__ = (
+        "_admitted",
+        "_full_at",
+        "_late",
+        "_pace",
+        "_seen",
+        "_timeout",
+        "delayed",
+        "late_at",
+        "line",
+        "policy",
+        "size",
+    )
 
     def __init__(self, policy: QueuePolicy) -> None:
         self.policy = policy
@@ -28,10 +50,17 @@ class Level:
         self.size = 0
         self.late_at = 0
         self._timeout = policy.default_timeout_microseconds * 1000
+        self._full_at = 0  # when one was refused, while something has waited ever since
+        self._admitted = 0  # since then: as many as have been taken
+        self._pace = 0.0  # ns until a place is free
+        self._seen = 0  # requests that say so
         self._late = Deadlines()  # only with a time-out; a request's own may only be shorter
 
     def add(self, request: Request, now: int) -> None:
         """Queue behind the others of its client."""
+        self._admitted += 1
+        if not self.size:
+            self._full_at = 0
         self.line.add(request)
         self.size += 1
         if self._timeout:
@@ -39,11 +68,38 @@ class Level:
             self._late.add(request, min(until, own) if own and self.policy.allow_timeout_override else until)
             self.late_at = self._late.earliest()
 
+    def full(self, request: Request, now: int) -> Verdict:
+        """For one that is refused because `max_queue_size` wait. Native clients are told when a place is free, as far
+        as what has come in between the latest refusals says so.
+        """
+        if self._full_at and self._admitted > 0:
+            pace = (now - self._full_at) / self._admitted
+            self._pace += (pace - self._pace) / (8 if self._seen else 1)
+            self._seen += self._admitted
+        if self._admitted > 0 or not self._full_at:
+            self._full_at, self._admitted = now, 0
+        if not told_more(request):
+            return FULL
+        code, text = FULL
+        text += f": {self.size} requests wait, max_queue_size is {self.policy.max_queue_size}"
+        if self._seen >= MEASURED:
+            text += f"; try again in {max(1, round(self._pace / _MS))} ms"
+        return code, text
+
+    def expired(self, request: Request) -> Verdict:
+        """For one that has waited too long; native clients are told what says so."""
+        if not told_more(request):
+            return EXPIRED
+        code, text = EXPIRED
+        allowed = self.policy.default_timeout_microseconds
+        return code, f"{text}: it waited longer than default_timeout_microseconds ({allowed}) of its model allows"
+
     def remove(self, request: Request) -> bool:
         """Drop one request; False when it is not here."""
         if not (self.line.remove(request) or self.delayed.remove(request)):
             return False
         self.size -= 1
+        self._admitted -= 1  # whoever takes its place says nothing about the pace
         self.forget((request,))
         return True
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol, final
 
 from broker.repository.config import ModelConfig
-from broker.worker.batcher import DROPPED, FULL, DynamicBatcher, SingleQueue
+from broker.worker.batcher import DROPPED, DynamicBatcher, SingleQueue
+from broker.worker.levels import FULL, told_more
 from broker.worker.queues import Queue, Row
 from shm.admission import Request, Verdict
 from shm.errors import Code
@@ -134,7 +135,7 @@ class ByteBound:
         return True
 
     def _full(self, request: Request, size: int) -> Verdict:
-        if request.plan is None or not request.plan.owner:
+        if not told_more(request):
             return FULL  # for Triton's clients, its own text
         code, text = FULL
         text += f": the inputs that wait have {self._total} bytes, these {size}, max_queue_bytes is {self._most}"

@@ -25,6 +25,7 @@ class Queued:
     priority: int = 0
     signature: object = A
     channel: object = None
+    plan: object = None  # as of Triton's clients
     deadline: int = 0
     queue_timeout: int = 0
 

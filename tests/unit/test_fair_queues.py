@@ -10,7 +10,8 @@ from collections import Counter, deque
 import pytest
 
 from broker.repository.scheduling import DynamicBatching, QueuePolicy
-from broker.worker.batcher import FULL, DynamicBatcher, SingleQueue
+from broker.worker.batcher import DynamicBatcher, SingleQueue
+from broker.worker.levels import FULL
 from shm.admission import EXPIRED
 from tests.unit.test_batcher import US, A, B, Queued, fill, many
 

@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from broker.repository.config import InstanceGroup, ModelConfig
 from broker.repository.scheduling import DynamicBatching, QueuePolicy
-from broker.worker.batcher import FULL, DynamicBatcher, SingleQueue, has_timeouts, queue_for
+from broker.worker.batcher import DynamicBatcher, SingleQueue, has_timeouts, queue_for
+from broker.worker.levels import FULL
 from broker.worker.model import LoadedModel
 from broker.worker.queue_bytes import ByteBound, bounded, input_bytes
 from shm.errors import Code

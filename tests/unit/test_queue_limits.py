@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
 from broker.repository.scheduling import DynamicBatching, QueuePolicy
-from broker.worker.batcher import FULL, DynamicBatcher, SingleQueue
+from broker.worker.batcher import DynamicBatcher, SingleQueue
+from broker.worker.levels import FULL
 from broker.worker.queue_bytes import ByteBound
 from shm import statistics
 from shm.admission import EXPIRED
@@ -15,6 +17,8 @@ from tests.unit.test_batcher import US, A, B, Queued
 from tests.unit.test_fair_queues import of, policed
 from tests.unit.test_queue_bytes import Sized
 from tests.unit.test_queue_bytes import of as sized
+
+MS = 1000 * US
 
 
 def burst(queue, requests, free, now=1):
@@ -195,3 +199,41 @@ def test_bytes_never_refuse_what_could_run(seed):
     assert not waiting
     assert queue._total == 0
     assert not queue._lines
+
+
+NATIVE = SimpleNamespace(owner=7)
+
+
+def test_native_clients_read_the_limit():
+    queue = policed(2, max_queue_size=2)
+    for _ in range(2):
+        assert queue.add(Queued(), 0) is None
+    assert queue.add(Queued(plan=NATIVE), 0) == (FULL[0], f"{FULL[1]}: 2 requests wait, max_queue_size is 2")
+    assert queue.add(Queued(plan=SimpleNamespace(owner=0)), 0) == FULL, "of Triton's clients: Triton's text"
+
+
+def test_the_pace_is_that_of_a_queue_that_stays_full():
+    queue = policed(1, max_queue_size=3)
+    for _ in range(3):
+        assert queue.add(Queued(plan=NATIVE), 0) is None
+    for at in range(1, 7):
+        text = queue.add(Queued(plan=NATIVE), 10 * MS * at)[1]
+        assert text.startswith(f"{FULL[1]}: 3 requests wait, max_queue_size is 3")
+        assert text.endswith("; try again in 10 ms") == (at > 4), text
+        assert len(queue.take(10 * MS * at)) == 1
+        assert queue.add(Queued(plan=NATIVE), 10 * MS * at) is None
+    gone = Queued(plan=NATIVE)  # what is cancelled and replaced says nothing about the pace
+    queue.take(70 * MS)
+    assert queue.add(gone, 70 * MS) is None
+    assert queue.remove(gone)
+    assert queue.add(Queued(plan=NATIVE), 70 * MS) is None
+    assert queue.add(Queued(plan=NATIVE), 80 * MS)[1].endswith("; try again in 10 ms")
+
+
+def test_native_clients_read_which_setting_let_them_wait_no_longer():
+    queue = policed(1, default_timeout_microseconds=2000)
+    own, of_triton = Queued(plan=NATIVE), Queued()
+    for request in (own, of_triton):
+        assert queue.add(request, 0) is None
+    allowed = "it waited longer than default_timeout_microseconds (2000) of its model allows"
+    assert queue.late(3 * MS) == [(own, (EXPIRED[0], f"{EXPIRED[1]}: {allowed}")), (of_triton, EXPIRED)]
