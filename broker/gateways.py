@@ -81,7 +81,7 @@ def check_ports(options: GatewayOptions) -> None:
                 probe.bind(where)
         except OSError as error:
             reason = (
-                f"Socket '{address}:{port}' already in use "
+                f"Socket '{address}:{port}' already in use (another by --{service.lower()}-port)"
                 if error.errno == errno.EADDRINUSE
                 else f"cannot listen on {address}:{port}: {error.strerror}"
             )

@@ -7,6 +7,7 @@ nothing (yet) is said by `Options.without_effect`, once, in the log.
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -193,7 +194,7 @@ def _check(given: Given) -> None:
     if "/" in given.text("model-config-name", ""):
         raise UsageError("invalid argument for --model-config-name: it must be a plain name")
     if mode not in ("none", "poll", "explicit"):
-        raise UsageError(f"invalid argument for --model-control-mode: {mode}")
+        raise UsageError(f"invalid argument for --model-control-mode: {mode} (expected none, poll or explicit)")
     if given.text("log-format", "default") not in ("default", "ISO8601"):
         raise UsageError(f"invalid argument for --log-format, got: {given.text('log-format', '')}")
     region_memory_bytes(given.text("region-memory", "50%"), 0)
@@ -220,7 +221,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Called by argparse for everything it refuses."""
         if match := re.match(r"unrecognized arguments: (\S+)", message):
-            message = f"Unexpected argument: {match[1]}"
+            given = match[1].partition("=")[0]
+            near = difflib.get_close_matches(given, self._option_string_actions, n=1, cutoff=0.7)
+            meant = f" (did you mean {near[0]}?)" if near and given.startswith("--") else ""
+            message = f"Unexpected argument: {match[1]}{meant}"
         raise UsageError(f"{message}\n{self.format_usage()}".rstrip())
 
 

@@ -101,7 +101,9 @@ def test_flags_without_effect_are_named_once_each():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--nonsense"], "Unexpected argument: --nonsense"),
+        (["--nonsense"], "Unexpected argument: --nonsense\n"),
+        (["--model-repo-sitory=x"], "Unexpected argument: --model-repo-sitory=x (did you mean --model-repository?)\n"),
+        (["--gateway-s=2"], "Unexpected argument: --gateway-s=2 (did you mean --gateways?)\n"),
         (["--http-po"], "argument --http-port: expected one argument"),
         (["--log-w=1", "--log=1"], "ambiguous option: --log=1 could match --log-"),
         (["stray"], "Unexpected argument: stray"),
@@ -114,7 +116,10 @@ def test_flags_without_effect_are_named_once_each():
         (["--trace-level=some"], "invalid value for trace level option: some"),
         (["--exit-timeout-secs=soon"], "invalid value for --exit-timeout-secs: soon"),
         (["--log-format=xml"], "invalid argument for --log-format, got: xml"),
-        (["--model-control-mode=magic"], "invalid argument for --model-control-mode: magic"),
+        (
+            ["--model-control-mode=magic"],
+            "invalid argument for --model-control-mode: magic (expected none, poll or explicit)",
+        ),
         (["--region-memory=lots"], "invalid value for --region-memory: lots"),
         (["--cuda-region-memory=much"], "invalid value for --cuda-region-memory: much"),
         (["--model-memory-limit=half"], "invalid value for --model-memory-limit: half (expected bytes, e.g. 8G)"),
