@@ -20,6 +20,7 @@ from shm.errors import Code, InferError, shortened
 from shm.messages import ModelMetadata, TensorMetadata
 
 LOADING, READY, UNLOADING, UNAVAILABLE = "LOADING", "READY", "UNLOADING", "UNAVAILABLE"
+NOT_REPLACED = "a later load failed"  # begins the reason of a version that is READY all the same
 UNLOADED = "unloaded"  # Triton's reason; begins that of a version that was unloaded for another one
 
 
@@ -40,6 +41,13 @@ class Version:
     workers: tuple[Worker, ...] = ()
     load_s: float = 0.0  # of the latest load that succeeded
     files: str = ""
+
+    def load_failed(self, reason: str) -> None:
+        """What serves goes on, and says that it is not what there was to load."""
+        if self.generation:
+            self.reason = f"{NOT_REPLACED}: {reason}"
+        else:
+            self.state, self.reason = UNAVAILABLE, reason
 
     def lose_workers(self, model: str, number: int, reason: str) -> bool:
         """Go on without those that do not serve it any more. False: they all do."""

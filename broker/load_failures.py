@@ -99,7 +99,8 @@ def remember(model: Model, failure: LoadFailure) -> None:
     """What serves goes on."""
     if not failure.versions:
         model.failure = failure.reason
+        for version in model.versions.values():
+            if version.generation:
+                version.load_failed(failure.reason)
     for number in failure.versions:
-        version = model.versions.setdefault(number, Version(state=UNAVAILABLE))
-        if not version.generation:
-            version.state, version.reason = UNAVAILABLE, failure.reason
+        model.versions.setdefault(number, Version(state=UNAVAILABLE)).load_failed(failure.reason)

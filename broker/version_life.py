@@ -106,8 +106,7 @@ class VersionLife:
         for number in config.versions:
             version = self._catalogue.known[config.name].versions.setdefault(number, Version())
             _log.error("failed to load '%s' version %d: %s", config.name, number, reason)
-            if not version.generation:
-                version.state, version.reason = UNAVAILABLE, reason
+            version.load_failed(reason)
 
     async def _load(self, config: ModelConfig, number: int, files: str) -> str:
         """One version. Returns why it failed, "" if it did not."""
@@ -125,8 +124,7 @@ class VersionLife:
             _log.error("failed to load '%s' version %d: %s", config.name, number, error.message)
             own = os.path.dirname(config.directory).rstrip("/")  # none of the others, of files that came with a load
             reason = for_clients(error.message, (own, *self._roots))
-            if not serving:
-                version.state, version.reason = UNAVAILABLE, reason
+            version.load_failed(reason)
             return reason
         except asyncio.CancelledError:
             if not serving:

@@ -53,6 +53,7 @@ def test_changes_are_followed_and_what_is_broken_serves_on(client: Client, repos
     eventually(lambda: state(client, "leaves") == "1 UNAVAILABLE unloaded")
     eventually(lambda: "UNAVAILABLE" in state(client, "sick"))
     assert np.array_equal(client.infer("m", {"x": X})["y"], X + 1), "the old one serves"
+    eventually(lambda: state(client, "m").startswith("1 READY a later load failed: "), "and says so")
     # A version that is copied piece by piece is taken when it is complete.
     whole = models.matmul().SerializeToString()
     path = repository / "m" / "2" / "model.onnx"

@@ -65,7 +65,7 @@ def test_where_any_repository_lies_is_not_said_of_a_worker_that_failed(monkeypat
         raise InferError(Code.INTERNAL, "/run/with.1/m/1/x wants /srv/one/n/1/y, not /srv/three")
 
     worker: Any = SimpleNamespace(key="cpu/a", pid=1, until_up=nothing, load=fail)
-    blocks: Any = SimpleNamespace(busy=lambda *_: False, take=lambda *_: (1,), has_room=lambda *_: True)
+    blocks: Any = SimpleNamespace(busy=lambda *_: False, take=lambda *_: (1,), unmeasured=len, has_room=lambda *_: True)
     workers: Any = SimpleNamespace(start=lambda key: worker, blocks=blocks)
     catalogue: Any = SimpleNamespace(known={"m": SimpleNamespace(versions={})}, versions=list)
     sizes = SimpleNamespace(begin=lambda *_: None, end=lambda *_: None)
