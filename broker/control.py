@@ -16,9 +16,10 @@ from typing import Any, Protocol, final
 from broker import gateway_answers, lease_answers
 from broker.channels import Channels
 from broker.gateway.options import LogOptions
+from broker.lookup_hints import hinted
 from broker.plans import ModelLookup, Plans
 from broker.principals import Principals
-from broker.records import GATEWAY, WORKER, Peer, RegionEntry, record, region_info
+from broker.records import CLIENT, GATEWAY, WORKER, Peer, RegionEntry, record, region_info
 from broker.registry import RegionWorker, Registry
 from broker.sessions import Answer, Session
 from broker.settings import LogState, TraceState
@@ -34,7 +35,9 @@ log = logging.getLogger(__name__)
 
 
 class Models(gateway_answers.Models, lease_answers.Models, ModelLookup, Protocol):
-    """What control messages need of the models."""
+    """What control messages need of the models. `explicit`: clients may load and unload them."""
+
+    explicit: bool
 
     async def load(self, model: str, parameters: int = -1, remote: bool = False) -> None:
         """Load or reload, with a descriptor that stays the caller's; `remote`: from the network. Raises InferError."""
@@ -135,7 +138,12 @@ class Control:
             return Answer(region_info(entry))
         if isinstance(request, messages.LoadModel):
             return await load_model(self, peer, request, fds)
-        return await _ANSWERS[type(request)](self, peer, request)
+        try:
+            return await _ANSWERS[type(request)](self, peer, request)
+        except InferError as error:
+            if peer.role != CLIENT:
+                raise
+            raise hinted(error, self.models.all, explicit=self.models.explicit) from None
 
     async def end(self, peer: Peer) -> None:
         """Give back what a session holds: channels first, since nothing else is free while a worker is in them."""

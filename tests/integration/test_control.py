@@ -72,8 +72,8 @@ def test_models_are_described(broker):
     assert add1["inputs"][0]["shape"] == [-1, -1]
     assert add1["workers"] == ["cpu/default"]
     for fields, code, text in (
-        ({"model": "nope"}, "INVALID_ARG", "Request for unknown model: 'nope' is not found"),
-        ({"model": "add1", "version": "9"}, "NOT_FOUND", "Request for unknown model: 'add1' version 9 is not found"),
+        ({"model": "nope"}, "INVALID_ARG", "Request for unknown model: 'nope' is not found; models: "),
+        ({"model": "add1", "version": "9"}, "NOT_FOUND", "'add1' version 9 is not found; its versions: 1"),
         ({"model": "add1", "version": "x"}, "INVALID_ARG", "failed to get model version from specified version"),
         ({"model": "../add1"}, "INVALID_ARG", "is not found"),
         ({"model": "a\r\nE1129 forged\x1b[31m"}, "INVALID_ARG", "is not found"),
