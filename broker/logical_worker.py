@@ -327,11 +327,11 @@ class Worker:
 
     def _exited(self, process: WorkerProcess) -> None:
         """Before anything else that follows a death: the endings that are due, in this turn of the event loop."""
+        self.state = "starting"  # whoever hears of the death by its request sees it in the status, too
         self._state.up.clear()
         self._uses.died()
-        now_ns = time.monotonic_ns()
-        plans, blocks = None if self._kill_next else self._owner.plans, self._owner.blocks
-        if plans is not None:
+        plans, blocks, now_ns = self._owner.plans, self._owner.blocks, time.monotonic_ns()
+        if plans is not None and not self._kill_next:
             for session, model in bury(self._records.values(), plans, now_ns, process.kill_told, blocks.lost):
                 self._owner.blame(session, model, now_ns, self)
         blocks.abandon(tuple(self.instances))

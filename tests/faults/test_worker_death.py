@@ -38,13 +38,13 @@ def worker(lab: Lab) -> dict[str, Any]:
     return next(worker for worker in lab.status()["workers"] if worker["key"] == SAME)
 
 
-def kill_worker(lab: Lab, again: bool = False) -> None:
+def kill_worker(lab: Lab, again: bool = False, key: str = SAME) -> None:
     """SIGKILL; returns when it has been replaced. `again`: kill the replacement, too, before it is ready."""
     for _ in range(1 + again):
-        victim = eventually(lab.worker_pid, "a worker")
+        victim = eventually(lambda: lab.worker_pid(key), "a worker")
         os.kill(victim, signal.SIGKILL)
-        eventually(lambda victim=victim: lab.worker_pid() not in (0, victim), "a new worker")
-    eventually(lambda: worker(lab)["state"] == "ready", "a worker that is ready")
+        eventually(lambda victim=victim: lab.worker_pid(key) not in (0, victim), "a new worker")
+    eventually(lambda: lab._is_ready(key), "a worker that is ready")
 
 
 def last_death(lab: Lab) -> str:
@@ -375,8 +375,7 @@ def test_w14_helpers_of_a_model_end_with_its_worker(lab):
     assert lab.offend(ask, model="unruly", act="helpers", tag=next(TAGS), seconds=MARK) == ["OK", "", True]
     started = eventually(lambda: new if len(new := helpers() - before) >= HELPERS else None, "helpers")
     assert len({os.getsid(pid) for pid in started}) > 2, "some have left the worker's session"
-    os.kill(lab.worker_pid(OTHER), signal.SIGKILL)
-    eventually(lambda: lab._is_ready(OTHER), "the other worker is back")
+    kill_worker(lab, key=OTHER)
     assert helpers() - before == started
     lab.settled(replaced=OTHER)
     kill_worker(lab)
