@@ -10,6 +10,7 @@ before, would hold up an instance that is everybody's until its worker is killed
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
@@ -27,7 +28,8 @@ from shm.errors import Code, InferError
 from shm.statistics import GPU_WAIT_NS, GPU_WAITS
 
 _ASKED = os.environ.get("TENSORBROKER_EVENT_PATIENCE_MS", "")
-PATIENCE_NS: Final = 1_000_000 * (int(_ASKED) if _ASKED.isdecimal() else 1000)  # for all requests of a batch together
+_IS_TIME = re.fullmatch("[0-9]{1,5}", _ASKED) is not None  # 100 s at most: an instance waits that long for a client
+PATIENCE_NS: Final = 1_000_000 * (int(_ASKED) if _IS_TIME else 1000)  # for all requests of a batch together
 IMPATIENCE_NS: Final = 100_000_000  # for a client that has just been waited for in vain
 RECOVERY: Final = 10  # a client is waited for as long as the tenth of the time since it was in vain
 AWAKE_NS: Final = 100_000  # after which the thread sleeps between two looks
