@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 MAX_KINDS = 32  # of batches, each with memory and bindings of its own
 RECHECK = 100  # batches after which it is looked at again whether batching has come to pay
+LONG_NS = 2_000_000  # a run this long does not feel what a run of its own costs a request: 50 to 100 µs
 _numbers = itertools.count(1)
 
 
@@ -256,19 +257,24 @@ class LoadedModel:
 
         With several instances, a batch that takes as long as its rows would one by one only keeps work from instances
         that are about to be free, and its answers back until all are there. Where the instance's own runs show that
-        (less than a fifth is won per row), those that wait are shared out. Waiting for more, or for preferred sizes, is
-        the configuration's to decide and never changed.
+        (less than a fifth is won per row), those that wait are shared out; where nearly nothing is won and runs are
+        long, one by one: what runs alone runs in place, without a copy. Waiting for more, or for preferred sizes, is the
+        configuration's to decide and never changed.
         """
         instances, waiting = len(self.instances), min(len(self.queue), self.config.max_batch_size)
         if instances == 1 or waiting < 2 or not self._may_share:
             return 0
-        part = max(1, waiting // instances)
-        whole, piece = instance.typical.get(waiting, 0), instance.typical.get(part, 0)
+        part, typical = max(1, waiting // instances), instance.typical
+        most = next((rows for rows in range(waiting, 1, -1) if rows in typical), 0)  # as many as it has shown of these
+        whole, piece, single = typical.get(most, 0), typical.get(part, 0), typical.get(1, 0)
         self.shares += 1
-        if not whole or not piece or self.shares > RECHECK or 5 * whole * part < 4 * piece * waiting:
-            self.shares = 0
-            return 0
-        return part
+        if whole and self.shares <= RECHECK:
+            if single >= LONG_NS and 100 * whole >= 97 * single * most:
+                return 1
+            if piece and 5 * whole * part >= 4 * piece * most:
+                return part
+        self.shares = 0
+        return 0
 
     def reach_gpus(self) -> None:
         """It is on a GPU, or clients' memory is: its batches are for `broker.worker.cuda.execute` from here on."""

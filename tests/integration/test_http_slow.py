@@ -163,13 +163,15 @@ def test_idle_connections_do_not_keep_others_out() -> None:
 
 def test_a_pipeline_without_end_waits_in_the_kernel(impatient: Running) -> None:
     server = impatient
+    eventually(lambda: server.connections() == 0, "those of earlier tests are gone")
+    before = len(server.service.asked)
     gate = server.service.gate = server.call(asyncio.Event)
     try:
         with server.connect() as peer:
             peer.request("POST", INFER, bytes(16), RAW)
             for _ in range(2000):
                 peer.request("GET", "/v2/health/live")
-            eventually(lambda: len(server.service.asked) > 0, "the first request runs")
+            eventually(lambda: len(server.service.asked) > before, "the first request runs")
             (queued,) = server.call(lambda: [len(each._queue) for each in server.server._connections])
             assert queued <= http_limits.PIPELINE
             server.call(gate.set)

@@ -38,6 +38,15 @@ def test_a_batch_that_wins_nothing_is_shared_between_the_instances(scheduler, mo
     assert batch_sizes(scheduler, model) == [4], "half the time per row"
 
 
+def test_a_long_run_that_wins_nothing_by_batching_gets_its_requests_one_by_one(scheduler, models):
+    model = models(count=2, batch=8)
+    for rows in (1, 2, 4, 8):
+        ran(model, rows, rows * 7_000_000)
+    assert batch_sizes(scheduler, model, 8) == [1] * 8, "in place, without a copy"
+    ran(model, 8, 50_000_000)
+    assert batch_sizes(scheduler, model, 8)[0] == 4, "a tenth is won per row"
+
+
 def test_what_is_configured_is_not_shared_out(scheduler, models):
     single, delayed = models(count=1, batch=8), models(count=2, batch=4, delay=1)
     for model in (single, delayed):
