@@ -1,6 +1,6 @@
 """The metrics service: `GET /metrics` in Prometheus's text, as on Triton's port 8002.
 
-Made by `broker.gateway.process` in the first gateway. Connections and their limits are `http_connection`'s, the text is
+Made by `broker.gateway.process` in the first gateway. Connections and their limits are `http.connection`'s, the text is
 `exposition`'s, the numbers are the broker's.
 """
 
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, Final, Protocol, final
 
 from broker.gateway import exposition
-from broker.gateway.http_connection import Connection
-from broker.gateway.http_errors import METHOD_NOT_ALLOWED
-from broker.gateway.http_incoming import Incoming
-from broker.gateway.http_limits import Patience
-from broker.gateway.http_message import Reply, text_reply
+from broker.gateway.http.connection import Connection
+from broker.gateway.http.errors import METHOD_NOT_ALLOWED
+from broker.gateway.http.incoming import Incoming
+from broker.gateway.http.limits import Patience
+from broker.gateway.http.message import Reply, text_reply
 from broker.gateway.options import GatewayOptions
 from shm.errors import Code, InferError
 
@@ -89,7 +89,7 @@ class MetricsServer:
             self._none = asyncio.Event()
             await self._none.wait()
 
-    # --- for connections: `http_connection.Owner` ------------------------------------------------------------------
+    # --- for connections: `http.connection.Owner` ------------------------------------------------------------------
 
     def admit(self, connection: Connection) -> Reply | None:
         """Count it, or say why not."""

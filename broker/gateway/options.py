@@ -36,7 +36,7 @@ EXTENSIONS: tuple[str, ...] = (
 )  # of the server's metadata, in Triton's order
 SOCKETS = ("http.sock", "grpc.sock", "zmq.sock")  # in the run directory
 MAX_INPUT_SIZE = 64 << 20  # bytes, Triton's default of --http-max-input-size
-GRPC_MAX_INPUT_SIZE = 256 << 20  # bytes of a message; `broker.gateway.grpc_limits` says why
+GRPC_MAX_INPUT_SIZE = 256 << 20  # bytes of a message; `broker.gateway.grpc.limits` says why
 
 
 class LogOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -69,12 +69,12 @@ def load(options: GatewayOptions) -> list[Make]:
     make: list[Make] = []
     try:
         if options.grpc_port:
-            from broker.gateway.grpc_server import GrpcServer
+            from broker.gateway.grpc.server import GrpcServer
 
             for address in (listeners := grpc_listeners(options.grpc_address)):
                 make.append(_grpc(GrpcServer, options, address, alone=len(listeners) == 1))
         if options.http_port:
-            from broker.gateway.http_server import HttpServer
+            from broker.gateway.http.server import HttpServer
 
             make.append(lambda service, peers: HttpServer(service, options, peers.http_caller))
         if options.metrics_port and not options.index:
@@ -82,7 +82,7 @@ def load(options: GatewayOptions) -> list[Make]:
 
             make.append(lambda service, peers: MetricsServer(service, options))
         if options.zmq and not options.index:
-            from broker.gateway.zmq_server import ZmqServer
+            from broker.gateway.zmq.server import ZmqServer
 
             make.append(lambda service, peers: ZmqServer(service, options, peers.zmq_caller))
     except ModuleNotFoundError as error:

@@ -20,7 +20,7 @@ from typing import final
 
 from broker.worker import link, link_log, messages
 from broker.worker.cache import ResponseCache
-from broker.worker.ensemble_remote import Elsewhere
+from broker.worker.ensembles.remote.elsewhere import Elsewhere
 from broker.worker.link import Link
 from broker.worker.load_threads import LoadThreads
 from broker.worker.loop import DEPOSE_NS, Loop

@@ -32,7 +32,7 @@ _now = time.monotonic_ns
 
 
 class Branches(Protocol):
-    """What a step of a decoupled member comes from, instead of a client's channel: `broker.worker.ensemble_flow`."""
+    """What a step of a decoupled member comes from, instead of a client's channel: `broker.worker.ensembles.flow`."""
 
     def taker(self, step: Request, streams: Streams) -> Taker:
         """Where its responses go. Raises InferError where there may be one only."""

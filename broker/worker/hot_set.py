@@ -34,7 +34,7 @@ _now = time.monotonic_ns
 
 
 class Beside(Protocol):
-    """Something under way in another worker (`broker.worker.ensemble_remote_channel.Lane`)."""
+    """Something under way in another worker (`broker.worker.ensembles.remote.channel.Lane`)."""
 
     def came(self) -> bool:
         """Has it ended?"""

@@ -5,7 +5,7 @@ Called by the loop's leader with what it took from one channel, and by runs of e
 
 from __future__ import annotations
 
-from broker.worker.ensemble_run import Withdrawable
+from broker.worker.ensembles.run import Withdrawable
 from broker.worker.plans import Plan
 from shm.admission import Request
 

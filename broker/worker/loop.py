@@ -14,7 +14,7 @@ from typing import final
 
 from broker.worker.batch import SHORT_NS, Batch, by_channel, worth_taking
 from broker.worker.endings import count_endings
-from broker.worker.ensemble_inline import lone_run
+from broker.worker.ensembles.inline import lone_run
 from broker.worker.execute import run_batch
 from broker.worker.hot_set import HotSet
 from broker.worker.intake import take_in, withdraw

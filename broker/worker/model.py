@@ -38,7 +38,7 @@ from shm.parameters import Parameter
 if TYPE_CHECKING:
     from broker.worker.cached import Cached
     from broker.worker.cuda.execute import CudaRunner
-    from broker.worker.ensemble import Ensemble
+    from broker.worker.ensembles.ensemble import Ensemble
     from broker.worker.streams import Streams
 
 MAX_KINDS = 32  # of batches, each with memory and bindings of its own
@@ -258,8 +258,8 @@ class LoadedModel:
         With several instances, a batch that takes as long as its rows would one by one only keeps work from instances
         that are about to be free, and its answers back until all are there. Where the instance's own runs show that
         (less than a fifth is won per row), those that wait are shared out; where nearly nothing is won and runs are
-        long, one by one: what runs alone runs in place, without a copy. Waiting for more, or for preferred sizes, is the
-        configuration's to decide and never changed.
+        long, one by one: what runs alone runs in place, without a copy. Waiting for more, or for preferred sizes, is
+        the configuration's to decide and never changed.
         """
         instances, waiting = len(self.instances), min(len(self.queue), self.config.max_batch_size)
         if instances == 1 or waiting < 2 or not self._may_share:

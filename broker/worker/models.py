@@ -13,8 +13,8 @@ from broker.repository.scheduling import Step
 from broker.worker import backends, resizing
 from broker.worker.cache import ResponseCache
 from broker.worker.cached import Cached
-from broker.worker.ensemble import Ensemble
-from broker.worker.ensemble_remote import Elsewhere, SpreadEnsemble
+from broker.worker.ensembles.ensemble import Ensemble
+from broker.worker.ensembles.remote.elsewhere import Elsewhere, SpreadEnsemble
 from broker.worker.loop import Loop
 from broker.worker.messages import LoadInstances, Predecessor
 from broker.worker.model import LoadedModel, not_loaded

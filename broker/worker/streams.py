@@ -1,7 +1,7 @@
 """The requests of a decoupled model that have begun and not ended, and those that its `execute` is at.
 
 One `Streams` per loaded model (`LoadedModel.streams`): `broker.worker.decoupled` runs with it, `broker.worker.answers`
-and `ensemble_flow` tell it what has ended, the loop has it look after what nobody ends.
+and `ensembles.flow` tell it what has ended, the loop has it look after what nobody ends.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 To run the step once more instead would take the sequence a step too far, in models that keep the state themselves.
 `broker.worker.assembled` makes a `Kept` of such a result, `broker.worker.sequences` keeps and finds it under the
 scheduler's lock, and gives the request for it to an instance as a batch of its own, which hands it over. Ensembles keep
-their own results (`ensemble_run`), so that none of their steps runs again. The client's part is the flag
+their own results (`ensembles.run`), so that none of their steps runs again. The client's part is the flag
 SEQUENCE_AGAIN.
 """
 

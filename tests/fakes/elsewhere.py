@@ -13,9 +13,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from broker.repository.config import ModelConfig, RemoteMember
-from broker.worker.ensemble_remote import Elsewhere, SpreadEnsemble
-from broker.worker.ensemble_remote_channel import Sends
-from broker.worker.ensemble_remote_memory import SharedMemory
+from broker.worker.ensembles.remote.channel import Sends
+from broker.worker.ensembles.remote.elsewhere import Elsewhere, SpreadEnsemble
+from broker.worker.ensembles.remote.memory import SharedMemory
 from broker.worker.model import LoadedModel
 from broker.worker.plans import Plan, adopt
 from shm import messages
@@ -27,7 +27,7 @@ from tests.fakes.ensembles import Workbench, added
 
 
 class Session:
-    """Stands in for `broker.worker.ensemble_remote_session.StepSession` and the broker behind it."""
+    """Stands in for `broker.worker.ensembles.remote.session.StepSession` and the broker behind it."""
 
     def __init__(self, bench: SpreadBench) -> None:
         self._bench = bench

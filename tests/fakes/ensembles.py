@@ -20,8 +20,8 @@ from broker.worker.backends import NoRuntime
 from broker.worker.binding import Execution
 from broker.worker.cache import ResponseCache
 from broker.worker.cached import Cached
-from broker.worker.ensemble import Ensemble
-from broker.worker.ensemble_inline import lone_run
+from broker.worker.ensembles.ensemble import Ensemble
+from broker.worker.ensembles.inline import lone_run
 from broker.worker.intake import take_in, withdraw
 from broker.worker.messages import BindPlan
 from broker.worker.model import Instance, LoadedModel
@@ -122,7 +122,7 @@ class Runs:
 
 
 class Workbench:
-    """The models of a worker and the steps that wait for them. Implements `broker.worker.ensemble.Members`."""
+    """The models of a worker and the steps that wait for them: `broker.worker.ensembles.ensemble.Members`."""
 
     def __init__(self) -> None:
         self.models: dict[str, LoadedModel] = {}

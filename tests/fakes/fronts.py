@@ -9,8 +9,8 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from broker.gateway.grpc_server import GrpcServer
-from broker.gateway.http_server import HttpServer
+from broker.gateway.grpc.server import GrpcServer
+from broker.gateway.http.server import HttpServer
 from broker.gateway.kserve import Caller, Transport
 from broker.gateway.options import GatewayOptions
 from tests.fakes.gateways import free_ports

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from broker.gateway.grpc_server import GrpcServer
+from broker.gateway.grpc.server import GrpcServer
 from broker.gateway.kserve import Caller
 from broker.gateway.options import GatewayOptions
 from tests.fakes.kserve import FakeService

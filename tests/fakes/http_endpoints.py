@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from broker.gateway.http_errors import status_of
-from broker.gateway.http_message import Reply, Request
-from broker.gateway.http_routes import Routes
+from broker.gateway.http.errors import status_of
+from broker.gateway.http.message import Reply, Request
+from broker.gateway.http.routes import Routes
 from broker.gateway.kserve import Caller
 from broker.gateway.options import GatewayOptions
 from shm.errors import InferError

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from broker.gateway.http_limits import Patience
-from broker.gateway.http_server import HttpServer
+from broker.gateway.http.limits import Patience
+from broker.gateway.http.server import HttpServer
 from broker.gateway.kserve import Caller
 from broker.gateway.options import GatewayOptions
 from broker.gateway.peers import Peers

@@ -20,7 +20,7 @@ import zmq
 
 from broker.gateway.options import GatewayOptions
 from broker.gateway.peers import Peers
-from broker.gateway.zmq_server import ZmqServer
+from broker.gateway.zmq.server import ZmqServer
 from tests.fakes.kserve import FakeService
 
 LIMIT_S = 20.0

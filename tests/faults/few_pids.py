@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import clientlib
-from broker.gateway.zmq_journal import FILE as JOURNAL
+from broker.gateway.zmq.journal import FILE as JOURNAL
 from tests.fakes.processes import children, name_of
 from tests.faults import child, front_doors, raw
 from tests.faults.front_doors import FrontDoors

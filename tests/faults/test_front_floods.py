@@ -21,7 +21,7 @@ import pytest
 import zmq
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from broker.gateway.zmq_port import MIN_DESCRIPTORS
+from broker.gateway.zmq.port import MIN_DESCRIPTORS
 from tests.faults import child
 from tests.faults.lab import scaled
 from tests.faults.measure import resident_bytes

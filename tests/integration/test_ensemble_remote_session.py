@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from broker.worker.ensemble_remote_session import WINDOW, StepSession
+from broker.worker.ensembles.remote.session import WINDOW, StepSession
 from shm import messages, sockets
 from shm.admission import Request
 from shm.errors import Code, InferError

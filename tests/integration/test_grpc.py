@@ -17,8 +17,8 @@ import tritonclient.grpc.aio as triton_aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from broker.gateway.grpc_codec import decode_request
-from broker.gateway.grpc_limits import MAX_RPCS
+from broker.gateway.grpc.codec import decode_request
+from broker.gateway.grpc.limits import MAX_RPCS
 from broker.gateway.kserve import Caller, InferRequest, InferResponse
 from shm.errors import Code, InferError
 from tests.fakes.grpc_front import Front, front
@@ -127,7 +127,7 @@ def test_others_are_answered_while_many_typed_elements_are_decoded(server: Front
         assert others.wait(60), "nobody else was answered"
         return decode_request(*arguments)
 
-    monkeypatch.setattr("broker.gateway.grpc_server.decode_request", slow)
+    monkeypatch.setattr("broker.gateway.grpc.server.decode_request", slow)
     request = service_pb2.ModelInferRequest(model_name="add1")
     large = np.ones((10_000, 4), np.float32)
     request.inputs.add(name="x", datatype="FP32", shape=large.shape).contents.fp32_contents.extend(large.ravel())
@@ -177,7 +177,7 @@ def test_what_nobody_expected_says_nothing(server: Front, client: Any, caplog: p
     server.service.fails = RuntimeError("secret")  # type: ignore[assignment]
     assert error_of(client.infer, "add1", [tensor()]) == ("INTERNAL", "internal error")
     assert error_of(client.get_model_metadata, "add1") == ("INTERNAL", "internal error")
-    assert len([each for each in caplog.records if each.name == "broker.gateway.grpc_server"]) == 2
+    assert len([each for each in caplog.records if each.name == "broker.gateway.grpc.server"]) == 2
 
 
 def test_exiting(server: Front, client: Any) -> None:
@@ -330,7 +330,7 @@ async def _never(client: Any, given: Any, server: Front) -> None:
 
 
 def test_responses_that_are_too_large(server: Front, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("broker.gateway.grpc_codec.MAX_MESSAGE", 1000)
+    monkeypatch.setattr("broker.gateway.grpc.codec.MAX_MESSAGE", 1000)
     status, message = error_of(client.infer, "add1", [tensor(np.zeros((300, 4), np.float32))])
     assert status == "INVALID_ARGUMENT"
     assert message.startswith("Response has byte size ")

@@ -14,7 +14,7 @@ import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
-from broker.gateway import grpc_stream
+from broker.gateway.grpc import stream as grpc_stream
 from shm.errors import Code, InferError
 from tests.fakes.grpc_front import Front, front
 from tests.fakes.grpc_streams import Stream, open_stream, request

@@ -141,7 +141,7 @@ def test_requests_for_which_there_is_no_room(tmp_path: Path) -> None:
 
 
 def test_requests_above_the_limit_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("broker.gateway.grpc_server.MAX_RPCS", 4)
+    monkeypatch.setattr("broker.gateway.grpc.server.MAX_RPCS", 4)
     with front(tmp_path) as server, channel(server) as client:
         server.hold()
         call = client.unary_unary(INFER)
@@ -161,7 +161,7 @@ def test_requests_above_the_limit_of_all(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_more_requests_than_a_connection_may_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client waits by itself: nothing is refused."""
-    monkeypatch.setattr("broker.gateway.grpc_limits.MAX_STREAMS", 8)
+    monkeypatch.setattr("broker.gateway.grpc.limits.MAX_STREAMS", 8)
     with front(tmp_path) as server, channel(server) as client:
         client.unary_unary(INFER)(request(), timeout=30)  # the settings have arrived
         server.hold()
@@ -258,7 +258,7 @@ def test_messages_that_never_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_connections_that_say_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("broker.gateway.grpc_limits.HANDSHAKE_MS", 300)
+    monkeypatch.setattr("broker.gateway.grpc.limits.HANDSHAKE_MS", 300)
     with front(tmp_path) as server, socket.create_connection(("127.0.0.1", server.port)) as silent:
         silent.settimeout(30)
         while silent.recv(4096):  # the server's own settings

@@ -22,7 +22,7 @@ import pytest
 import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
 
-from broker.gateway.grpc_limits import Budget, server_options
+from broker.gateway.grpc.limits import Budget, server_options
 from broker.gateway.options import GatewayOptions
 from shm.errors import InferError
 from tests.fakes.grpc_front import Front, front

@@ -14,7 +14,7 @@ import pytest
 import tritonclient.grpc.aio as triton_aio
 from tritonclient.grpc import service_pb2
 
-from broker.gateway.grpc_stream import MAX_OUTSTANDING
+from broker.gateway.grpc.stream import MAX_OUTSTANDING
 from broker.gateway.kserve import Caller, InferRequest, InferResponse
 from shm.errors import Code, InferError
 from tests.fakes.grpc_front import Front, front
@@ -222,7 +222,7 @@ def test_streams_cancelled_at_any_time(server: Front) -> None:
 
 def test_a_client_that_does_not_read(server: Front, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was made for it is let go after a while; others are served meanwhile."""
-    monkeypatch.setattr("broker.gateway.grpc_stream.WRITE_STALL_S", 1.5)
+    monkeypatch.setattr("broker.gateway.grpc.stream.WRITE_STALL_S", 1.5)
     with grpc.insecure_channel(server.url, options=(("grpc.use_local_subchannel_pool", 1),)) as channel:
         responses = open_stream(channel, iter([request(n, size=1 << 20) for n in range(40)]), timeout=60)
         server.wait(lambda: server.server.budget.used > 16 << 20)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from broker.gateway.http_limits import Patience
+from broker.gateway.http.limits import Patience
 from tests.fakes.broker import eventually
 from tests.fakes.http_server import Peer, Running, running
 

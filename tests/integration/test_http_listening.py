@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from broker.gateway.http_server import HttpServer
+from broker.gateway.http.server import HttpServer
 from broker.gateway.options import GatewayOptions
 from shm.errors import InferError
 from tests.fakes.broker import eventually

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from broker.gateway import http_limits
-from broker.gateway.http_limits import Patience
+from broker.gateway.http import limits as http_limits
+from broker.gateway.http.limits import Patience
 from broker.gateway.kserve import InferRequest, InferResponse, OutputTensor
 from tests.fakes.broker import eventually
 from tests.fakes.http_server import Peer, Running, running

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from broker.gateway.http_limits import Patience
+from broker.gateway.http.limits import Patience
 from shm.errors import Code, InferError
 from tests.fakes.http_server import Peer, Running, running
 

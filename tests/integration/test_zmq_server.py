@@ -14,8 +14,8 @@ import msgpack
 import numpy as np
 import pytest
 
-from broker.gateway import zmq_port
-from broker.gateway.zmq_clients import LIMITS, watch
+from broker.gateway.zmq import port as zmq_port
+from broker.gateway.zmq.clients import LIMITS, watch
 from shm.errors import Code, InferError
 from tests.fakes.kserve import FakeService
 from tests.fakes.zmq_gateway import DATA, INLINE, VICTIM, HandZmqClient, ZmqGateway, client, gateway, hold  # noqa: F401

@@ -9,7 +9,7 @@ import pytest
 from tritonclient.grpc import service_pb2
 
 from broker.gateway.access import CATEGORIES, Access, Restricted
-from broker.gateway.grpc_calls import CALLS
+from broker.gateway.grpc.calls import CALLS
 from broker.gateway.kserve import Caller, Category, Transport
 from shm.errors import InferError
 

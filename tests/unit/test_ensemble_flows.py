@@ -12,8 +12,8 @@ import pytest
 from msgspec.structs import replace
 
 from broker.repository.scheduling import Step
-from broker.worker import ensemble_flow
 from broker.worker.decoupled import run_streams, taker_of
+from broker.worker.ensembles import flow as ensemble_flow
 from broker.worker.stream import Stream
 from broker.worker.streams import Streams
 from shm import statistics

@@ -11,13 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from broker.repository.scheduling import Step
-from broker.worker import (
-    ensemble_remote,
-    ensemble_remote_memory,
-    ensemble_remote_pool,
-    ensemble_remote_prepared,
-    ensemble_remote_run,
-)
+from broker.worker.ensembles.remote import elsewhere, memory, pool, prepared, run
 from shm.errors import Code, InferError, too_small
 from shm.layout import SEQUENCE_AGAIN, SEQUENCE_START
 from shm.recovery import TWICE
@@ -50,7 +44,7 @@ class SpreadFlow(Flow):
 @given(st.data(), st.sampled_from([8, 4096]))
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_random_flows_against_a_plain_evaluation(data, room):
-    known, ensemble_remote_prepared.ROOM = ensemble_remote_prepared.ROOM, room
+    known, prepared.ROOM = prepared.ROOM, room
     bench = SpreadBench()
     try:
         flow = SpreadFlow(bench, data)
@@ -58,7 +52,7 @@ def test_random_flows_against_a_plain_evaluation(data, room):
         flow.check_end()
         assert bench.leftovers()[0] == 0
     finally:
-        ensemble_remote_prepared.ROOM = known
+        prepared.ROOM = known
         bench.close()
 
 
@@ -119,7 +113,7 @@ def test_what_was_prepared_goes_with_the_ensemble(bench):
 
 
 def test_a_bounded_number_of_what_was_prepared_is_kept(bench, monkeypatch):
-    monkeypatch.setattr(ensemble_remote_pool, "MAX_POOLED", 2)
+    monkeypatch.setattr(pool, "MAX_POOLED", 2)
     model = chain(bench, {1})
     plan = bench.plan(model, (4, WIDTH), ["OUT"])
     for rows in (1, 2, 3, 4, 4):
@@ -130,7 +124,7 @@ def test_a_bounded_number_of_what_was_prepared_is_kept(bench, monkeypatch):
 
 
 def test_a_bounded_number_of_bytes_is_kept(bench, monkeypatch):
-    monkeypatch.setattr(ensemble_remote_pool, "PREPARED_BYTES", 10)
+    monkeypatch.setattr(pool, "PREPARED_BYTES", 10)
     model = chain(bench, {1})
     bench.ask(bench.plan(model, (4, WIDTH), ["OUT"]), 0, ones(), rows=1)
     bench.drain()
@@ -138,7 +132,7 @@ def test_a_bounded_number_of_bytes_is_kept(bench, monkeypatch):
 
 
 def test_too_many_requests_at_a_time_are_refused(bench, monkeypatch):
-    monkeypatch.setattr(ensemble_remote, "MAX_RUNS", 2)
+    monkeypatch.setattr(elsewhere, "MAX_RUNS", 2)
     model = chain(bench, {1})
     plan = bench.plan(model, (4, WIDTH), ["OUT"])
     requests = [bench.ask(plan, position, ones(), rows=1) for position in range(3)]
@@ -149,7 +143,7 @@ def test_too_many_requests_at_a_time_are_refused(bench, monkeypatch):
 
 
 def test_an_output_larger_than_its_room_runs_again_with_more(bench, monkeypatch):
-    monkeypatch.setattr(ensemble_remote_prepared, "ROOM", 4)
+    monkeypatch.setattr(prepared, "ROOM", 4)
     model = chain(bench, {1}, dims=(-1,))
     plan = bench.plan(model, (4, WIDTH), ["OUT"])
     request = bench.ask(plan, 0, ones(4), rows=4)
@@ -182,14 +176,14 @@ def room_elsewhere(bench: SpreadBench) -> set[int]:
 
 @pytest.mark.parametrize("retry", [True, False])
 def test_an_output_for_which_there_is_no_memory_costs_no_later_request_its_room(bench, monkeypatch, retry):
-    create = ensemble_remote_memory.create_pool
+    create = memory.create_pool
 
     def create_small(byte_size: int) -> int:
         if byte_size > 1 << 30:
             raise InferError(Code.UNAVAILABLE, f"no memory for {byte_size} bytes")
         return create(byte_size)
 
-    monkeypatch.setattr(ensemble_remote_memory, "create_pool", create_small)
+    monkeypatch.setattr(memory, "create_pool", create_small)
     plan = bench.plan(chain(bench, {1}, dims=(-1,), retry=retry), (4, WIDTH), ["OUT"])
     request = in_the_second_step(bench, plan)
     tell_too_small(bench, 20 << 30)
@@ -198,7 +192,7 @@ def test_an_output_for_which_there_is_no_memory_costs_no_later_request_its_room(
         request = bench.ask(plan, 0, ones(4), rows=4)
         bench.drain()
         assert answer(bench, request) == 4
-    assert room_elsewhere(bench) == {ensemble_remote_prepared.ROOM}
+    assert room_elsewhere(bench) == {prepared.ROOM}
 
 
 def test_a_room_that_the_broker_refuses_is_not_asked_for_for_ever(bench):
@@ -206,18 +200,18 @@ def test_a_room_that_the_broker_refuses_is_not_asked_for_for_ever(bench):
     plan = bench.plan(chain(bench, {1}, dims=(-1,)), (4, WIDTH), ["OUT"])
     request = in_the_second_step(bench, plan)
     bench.session.full = "the regions of uid 0 have too many bytes"
-    tell_too_small(bench, ensemble_remote_memory.SLAB + 1)
+    tell_too_small(bench, memory.SLAB + 1)
     assert request.note.startswith(b"in ensemble 'E', the regions of uid 0 have too many bytes")
     bench.session.full = ""
     request = bench.ask(plan, 0, ones(4), rows=4)
     bench.drain()
     assert answer(bench, request) == 4
-    assert room_elsewhere(bench) == {ensemble_remote_prepared.ROOM}
+    assert room_elsewhere(bench) == {prepared.ROOM}
 
 
 def test_only_so_much_is_remembered_of_how_large_an_output_was(bench, monkeypatch):
-    monkeypatch.setattr(ensemble_remote_run, "LARGEST", 32)
-    monkeypatch.setattr(ensemble_remote_prepared, "ROOM", 4)
+    monkeypatch.setattr(run, "LARGEST", 32)
+    monkeypatch.setattr(prepared, "ROOM", 4)
     model = chain(bench, {1}, dims=(-1,))
     request = bench.ask(bench.plan(model, (4, WIDTH), ["OUT"]), 0, ones(4), rows=4)
     bench.drain()
@@ -228,7 +222,7 @@ def test_only_so_much_is_remembered_of_how_large_an_output_was(bench, monkeypatc
 
 def test_memory_for_more_room_is_made_by_the_session_s_thread(bench, monkeypatch):
     """Who settles a step may be the leader of the worker's loop."""
-    monkeypatch.setattr(ensemble_remote_prepared, "ROOM", 4)
+    monkeypatch.setattr(prepared, "ROOM", 4)
     model = chain(bench, {1}, dims=(-1,))
     request = in_the_second_step(bench, bench.plan(model, (4, WIDTH), ["OUT"]))
     bench.session.holds = True
@@ -242,7 +236,7 @@ def test_memory_for_more_room_is_made_by_the_session_s_thread(bench, monkeypatch
 
 
 def test_a_cancel_comes_between_too_little_room_and_more(bench, monkeypatch):
-    monkeypatch.setattr(ensemble_remote_prepared, "ROOM", 4)
+    monkeypatch.setattr(prepared, "ROOM", 4)
     model = chain(bench, {1}, dims=(-1,))
     request = in_the_second_step(bench, bench.plan(model, (4, WIDTH), ["OUT"]))
     bench.session.holds = True
@@ -260,8 +254,8 @@ def test_the_leader_looks_only_for_steps_after_which_nothing_large_can_follow(be
     model = chain(bench, {0})
     plan = bench.plan(model, (4, WIDTH), ["OUT"])
     seen = []
-    for limit in (ensemble_remote_prepared.LIGHT, ensemble_remote_prepared.LIGHT, 100):
-        monkeypatch.setattr(ensemble_remote_prepared, "LIGHT", limit)
+    for limit in (prepared.LIGHT, prepared.LIGHT, 100):
+        monkeypatch.setattr(prepared, "LIGHT", limit)
         bench.ask(plan, 0, ones(4), rows=4)
         seen += [sends.light for sends in bench.sends.values()]
         bench.drain()
@@ -269,7 +263,7 @@ def test_the_leader_looks_only_for_steps_after_which_nothing_large_can_follow(be
 
 
 def test_what_may_not_run_twice_fails_once_for_want_of_room(bench, monkeypatch):
-    monkeypatch.setattr(ensemble_remote_prepared, "ROOM", 4)
+    monkeypatch.setattr(prepared, "ROOM", 4)
     model = chain(bench, {1}, dims=(-1,), retry=False)
     plan = bench.plan(model, (4, WIDTH), ["OUT"])
     request = bench.ask(plan, 0, ones(4), rows=4)
@@ -282,7 +276,7 @@ def test_what_may_not_run_twice_fails_once_for_want_of_room(bench, monkeypatch):
 
 
 def test_what_a_sequence_s_step_gave_is_asked_for_again_and_the_step_not_run_again(bench, monkeypatch):
-    monkeypatch.setattr(ensemble_remote_prepared, "ROOM", 4)
+    monkeypatch.setattr(prepared, "ROOM", 4)
     model = chain(bench, {1}, dims=(-1,), retry=False, sequences=True)
     plan = bench.plan(model, (4, WIDTH), ["OUT"])
     request = bench.ask(plan, 0, ones(4), rows=4, sequence=(7, SEQUENCE_START))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from broker.worker.ensemble_remote_channel import Lane
+from broker.worker.ensembles.remote.channel import Lane
 from shm.admission import EXPIRED, Request, Verdict
 from shm.errors import Code, InferError
 from shm.layout import AWAY, CODE_MASK
@@ -17,7 +17,7 @@ STOPPED = (Code.UNAVAILABLE, "it is stopping")
 
 
 class Step:
-    """As `broker.worker.ensemble_remote_run.RemoteStep`, with a plan word that the test sets."""
+    """As `broker.worker.ensembles.remote.run.RemoteStep`, with a plan word that the test sets."""
 
     def __init__(self, lane: Lane, number: int, word: int = PLAN, sequence: int = 0, deadline: int = 0) -> None:
         entry = (1, 0, number, deadline, 0, 0, 0, sequence, 0, 0, 0, 0, 0)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from broker.repository.scheduling import Step
-from broker.worker import ensemble_remote_pool
-from broker.worker.ensemble_remote_plans import AGAIN_NS, Bound, least_of
+from broker.worker.ensembles.remote import pool as ensemble_remote_pool
+from broker.worker.ensembles.remote.plans import AGAIN_NS, Bound, least_of
 from shm import messages
 from shm.errors import Code, InferError
 from tests.fakes.elsewhere import SpreadBench

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from broker.worker.ensemble_memory import Value, as_array
-from broker.worker.ensemble_remote_memory import SharedMemory
-from broker.worker.ensemble_remote_places import LARGEST_ROOM, Places, room_of
-from broker.worker.ensemble_remote_stream import LARGEST, RemoteStream
+from broker.worker.ensembles.memory import Value, as_array
+from broker.worker.ensembles.remote.memory import SharedMemory
+from broker.worker.ensembles.remote.places import LARGEST_ROOM, Places, room_of
+from broker.worker.ensembles.remote.stream import LARGEST, RemoteStream
 from shm import datatypes, responses
 from shm.admission import Request
 from shm.errors import Code

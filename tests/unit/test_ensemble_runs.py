@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from broker.repository.scheduling import Step
-from broker.worker import ensemble
+from broker.worker.ensembles import ensemble
 from shm import statistics
 from shm.admission import Request
 from shm.errors import Code

@@ -9,7 +9,7 @@ import pytest
 
 from broker.repository.scheduling import SequenceBatching, Step
 from broker.worker import undelivered
-from broker.worker.ensemble_memory import Outputs
+from broker.worker.ensembles.memory import Outputs
 from broker.worker.intake import take_in
 from broker.worker.strategies import OldestSequences
 from shm.admission import Request

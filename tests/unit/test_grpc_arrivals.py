@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from broker.gateway import grpc_arrivals
-from broker.gateway.grpc_arrivals import AROUND, Arrivals, connections
+from broker.gateway.grpc import arrivals as grpc_arrivals
+from broker.gateway.grpc.arrivals import AROUND, Arrivals, connections
 
 LIMIT = 1 << 30
 

@@ -9,8 +9,8 @@ import pytest
 from google.protobuf import json_format
 from tritonclient.grpc import model_config_pb2, service_pb2
 
-from broker.gateway.grpc_calls import CALLS
-from broker.gateway.grpc_limits import Budget
+from broker.gateway.grpc.calls import CALLS
+from broker.gateway.grpc.limits import Budget
 from broker.gateway.kserve import Caller
 from shm.errors import InferError
 from shm.message_values import RegionRecord

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
-from broker.gateway import grpc_codec
-from broker.gateway.grpc_codec import (
+from broker.gateway.grpc import codec as grpc_codec
+from broker.gateway.grpc.codec import (
     decode_request,
     encode_response,
     split_contents,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from broker.gateway.http_codec import decode, decode_raw, encode, forward_headers, header_length
+from broker.gateway.http.codec import decode, decode_raw, encode, forward_headers, header_length
 from broker.gateway.kserve import InferRequest, InferResponse, OutputTensor
 from shm.errors import InferError
 from shm.message_values import ModelMetadata, TensorMetadata

@@ -9,7 +9,7 @@ import zlib
 
 import pytest
 
-from broker.gateway.http_compression import coding_of, compress, decompress, preferred
+from broker.gateway.http.compression import coding_of, compress, decompress, preferred
 from shm.errors import InferError
 
 

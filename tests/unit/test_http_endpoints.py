@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from broker.gateway.http_errors import status_of
-from broker.gateway.http_message import Reply
+from broker.gateway.http.errors import status_of
+from broker.gateway.http.message import Reply
 from shm.errors import Code, InferError
 from shm.message_values import RegionRecord
 from tests.fakes.http_endpoints import Asker

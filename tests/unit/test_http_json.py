@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from broker.gateway import http_json
-from broker.gateway.http_json import as_bool, as_string, as_uint, dumps, find, member, parse, repeated
+from broker.gateway.http import json as http_json
+from broker.gateway.http.json import as_bool, as_string, as_uint, dumps, find, member, parse, repeated
 from shm.errors import InferError
 from tests.fakes.http_endpoints import Asker
 

@@ -10,7 +10,7 @@ import pytest
 
 from broker.gateway.trace_files import NumberedPart, TraceFiles
 from broker.reservation import Reservations
-from broker.worker.ensemble_remote_session import StepSession
+from broker.worker.ensembles.remote.session import StepSession
 from shm.errors import InferError
 
 

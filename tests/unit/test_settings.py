@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from broker.flags import UsageError
-from broker.gateway.http_settings import trace_update
+from broker.gateway.http.settings import trace_update
 from broker.gateway.options import LogOptions
 from broker.settings import LogState, TraceState
 from broker.trace_flags import TraceOptions, check_file

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from broker.gateway import zmq_clients
 from broker.gateway.kserve import Caller
-from broker.gateway.zmq_clients import Client, Clients, watch
+from broker.gateway.zmq import clients as zmq_clients
+from broker.gateway.zmq.clients import Client, Clients, watch
 from shm.errors import InferError
 from shm.message_values import Principal
 from shm.zmq_messages import Hello

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broker.gateway import zmq_codec
 from broker.gateway.kserve import InferResponse, InputTensor, OutputTensor, RequestedOutput
+from broker.gateway.zmq import codec as zmq_codec
 from shm import zmq_messages as words
 from shm.errors import Code, InferError, ProtocolError
 

@@ -1,0 +1,194 @@
+"""The generate endpoints: flat JSON by tensor name in, flat JSON out: one response, or server-sent events as they come.
+
+Shapes follow from the model's metadata and the number of elements; keys that name no input become request parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final, final
+
+from broker.gateway.http.codec import custom_parameter, forward_headers, is_finite
+from broker.gateway.http.errors import RAISE_LIMIT, body_of, internal, invalid, prefixed, status_of
+from broker.gateway.http.inference import forward_pattern, sampled
+from broker.gateway.http.json import MISSING, as_object, as_string, dumps, find, parse, repeated, unhurried
+from broker.gateway.http.message import EVENTS, Reply, Request
+from broker.gateway.http.tensors import read_flat, write_data
+from broker.gateway.kserve import Buffer, InferRequest, InferResponse, InputTensor, Responses, Service
+from broker.gateway.options import GatewayOptions
+from shm.errors import InferError
+from shm.message_values import ModelMetadata, TensorMetadata
+
+_NESTED: Final = "parameters"  # its members are taken as if they stood beside it
+NOT_ONE: Final = (
+    "generate expects model to produce exactly 1 response, use generate stream for model that generates various "
+    "number of responses"
+)
+
+
+@final
+class Generate:
+    """The endpoints, on one service."""
+
+    def __init__(self, service: Service, options: GatewayOptions) -> None:
+        self._service = service
+        self._limit = options.http_max_input_size
+        self._forward = forward_pattern(options)
+
+    async def generate(self, request: Request, model: str, version: str) -> Reply:
+        """POST …/generate."""
+        responses = await self._ask(request, model, version)
+        try:
+            response = await anext(responses, None)
+            if response is None or not (response.final or await anext(responses, None) is None):
+                raise internal(NOT_ONE)
+        finally:
+            await responses.aclose()
+        if response.error is not None:
+            raise response.error
+        return Reply(parts=(await _encoded(response),))
+
+    async def stream(self, request: Request, model: str, version: str) -> Reply:
+        """POST …/generate_stream. The first response is waited for: it decides the status of them all."""
+        events = Events(await self._ask(request, model, version))
+        try:
+            first = await anext(events, None)
+        except BaseException:
+            await events.aclose()
+            raise
+        parts = () if first is None else (first,)
+        return Reply(events.status, parts, EVENTS, rest=events)
+
+    async def _ask(self, request: Request, model: str, version: str) -> Responses:
+        metadata = await self._service.metadata(model, version)
+        if request.headers.get("Content-Encoding") not in (None, "", "identity"):
+            raise invalid("Unsupported content-encoding, only 'identity' is supported.")
+        wanted = await unhurried(len(request.body), read_generate, metadata, version, request.body, self._limit)
+        if self._forward is not None:
+            forward_headers(wanted, request.raw_headers, self._forward)
+        if request.received[0]:
+            wanted.trace = sampled(self._service, wanted.model, request)
+        return await self._service.stream(wanted, request.caller)
+
+
+@final
+class Events:
+    """Responses as server-sent events. `status`: of the last one, as HTTP would have it."""
+
+    def __init__(self, responses: Responses) -> None:
+        self._responses = responses
+        self.status = 200
+
+    def __aiter__(self) -> Events:
+        return self
+
+    async def __anext__(self) -> bytes:
+        response = await anext(self._responses)
+        try:
+            if response.error is not None:
+                raise response.error
+            text, self.status = await _encoded(response), 200
+        except InferError as error:
+            text, self.status = body_of(error.message), status_of(error)
+        return b"".join((b"data: ", text, b"\n\n"))
+
+    async def aclose(self) -> None:
+        """Nobody wants any more of them: the request is cancelled if it still runs."""
+        await self._responses.aclose()
+
+
+async def _encoded(response: InferResponse) -> bytes:
+    return await unhurried(response.byte_size, encode_generate, response)
+
+
+def read_generate(metadata: ModelMetadata, version: str, body: Buffer, limit: int) -> InferRequest:
+    """As `decode_generate`, from bytes; an input that is there twice is refused."""
+    document = as_object(parse(body))
+    twice = repeated(body, (tensor.name for tensor in metadata.inputs))
+    if twice is not None:
+        raise _already(twice)
+    return decode_generate(metadata, version, document, limit)
+
+
+def decode_generate(metadata: ModelMetadata, version: str, document: Any, limit: int) -> InferRequest:
+    """The request that `document` makes of `metadata`'s model; inputs hold at most `limit` bytes. Raises InferError."""
+    request = InferRequest(metadata.name, version)
+    if (identifier := find(document, "id")) is not MISSING:
+        request.id = as_string(identifier, "Unable to parse 'id': ")
+    inputs = {tensor.name: tensor for tensor in metadata.inputs}
+    members = as_object(document)
+    for name, value in members.items():
+        if name != _NESTED:
+            _take(request, inputs, name, value, limit)
+            continue
+        if _NESTED in inputs:
+            raise invalid(f"Keyword '{_NESTED}' for nested schema also given as input tensor name")
+        nested = as_object(value, f"Expected JSON object for keyword: '{_NESTED}': ")
+        try:
+            for inner, each in nested.items():
+                if inner in inputs and inner in members:
+                    raise _already(inner)
+                _take(request, inputs, inner, each, limit)
+        except InferError as error:
+            raise prefixed(f"Converting keyword: '{_NESTED}': ", error) from None
+    return request
+
+
+def _take(request: InferRequest, inputs: Mapping[str, TensorMetadata], name: str, value: Any, limit: int) -> None:
+    """One member of the document: an input, or a parameter."""
+    tensor = inputs.get(name)
+    if tensor is not None:
+        used = sum(len(each.data or b"") for each in request.inputs)
+        request.inputs.append(_read(tensor, value, used, limit))
+    elif name != "id":
+        request.parameters[name] = custom_parameter(name, value)
+
+
+def encode_generate(response: InferResponse) -> bytes:
+    """Flat JSON in Triton's order, which is the names'. Raises InferError for tensors that have no JSON form."""
+    fields: dict[str, Any] = {"id": response.id} if response.id else {}
+    fields |= {"model_name": response.model, "model_version": response.version}
+    for name, parameter in response.parameters.items():
+        fields.setdefault(name, parameter)
+    all_finite = is_finite(response.parameters)
+    for output in response.outputs:
+        if output.data is None or output.name in fields:
+            continue
+        values, finite = write_data(output.data, output.name, output.datatype, output.shape)
+        fields[output.name] = values[0] if len(values) == 1 else values
+        all_finite = all_finite and finite
+    return dumps(dict(sorted(fields.items())), finite=all_finite)
+
+
+def _already(name: str) -> InferError:
+    return invalid(f"input '{name}' already exists in request")
+
+
+def _read(tensor: TensorMetadata, value: Any, used: int, limit: int) -> InputTensor:
+    values = value if type(value) is list else [value]
+    data = read_flat(values, tensor.name, tensor.datatype, limit)
+    if not data:
+        return InputTensor(tensor.name, tensor.datatype, (), b"")
+    if used + len(data) > limit:
+        raise invalid(
+            f"request size of {used} bytes with input '{tensor.name}' of size {len(data)} bytes exceeds the maximum "
+            f"allowed input size of {limit}. {RAISE_LIMIT}"
+        )
+    return InputTensor(tensor.name, tensor.datatype, shape_for(tensor, len(values)), data)
+
+
+def shape_for(tensor: TensorMetadata, count: int) -> tuple[int, ...]:
+    """The tensor's shape for `count` elements: the innermost open dimension takes what the fixed ones leave.
+
+    Raises InferError when they leave no whole number.
+    """
+    shape = list(tensor.shape)
+    fixed = math.prod(dim for dim in shape if dim != -1)
+    rest, remainder = divmod(count, fixed) if fixed else (0, 1)
+    for index in reversed(range(len(shape))):
+        if shape[index] == -1:
+            shape[index], rest = rest, 1
+    if remainder or rest != 1:
+        raise invalid(f"The schema can not convert input '{tensor.name}' to tensor with proper shape")
+    return tuple(shape)

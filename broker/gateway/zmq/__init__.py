@@ -1,0 +1,1 @@
+"""ZeroMQ: msgpack messages of the same requests. Started by `broker.gateway.process`."""
