@@ -1,7 +1,7 @@
 """How long a request would take at one of several workers that serve its model, as far as its sender sees.
 
 Used by clients (`clientlib.spread`), and by workers for steps of ensembles elsewhere
-(`broker.worker.ensemble_remote_channel`).
+(`broker.worker.ensembles.remote.channel`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The messages between a ZeroMQ client and the gateway, as docs/wire-protocol.md describes them.
 
 One msgpack map per message, in one frame. Every request carries an `id` of the client's choice; exactly one reply
-carries the same. Unknown fields, wrong types and missing fields are refused. Used by `broker.gateway.zmq_server` and
+carries the same. Unknown fields, wrong types and missing fields are refused. Used by `broker.gateway.zmq.server` and
 `clientlib.remote.zmq_transport`; other clients are written from the document.
 
 Client → gateway (reply):
