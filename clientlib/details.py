@@ -1,6 +1,6 @@
 """What Triton's wires have no field for: said to clients of this library alone, which ask for it by a header.
 
-The gateways send it (`broker.gateway.grpc.calls`, `.grpc_stream`, `.http_models`), `clientlib.remote` reads it. Without
+The gateways send it (`broker.gateway.grpc.calls`, `.grpc.stream`, `.http.models`), `clientlib.remote` reads it. Without
 it, from another server, errors lack the model file's column and responses in a stream that are errors lack a code.
 """
 
