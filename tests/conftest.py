@@ -1,4 +1,4 @@
-"""What every test may use: the CUDA driver of --cuda (see tests/fakes/cuda.py)."""
+"""What every test may use: the CUDA driver of --cuda (see tests/fakes/cuda.py). And --second-attempts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,21 @@ import pytest
 
 from tests.cusim.build import build, missing
 from tests.fakes.cuda import STANDS_IN, CudaEnv
+from tests.second_attempts import SecondAttempts
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cuda", choices=("sim", "real"), default="sim", help="the driver of the CUDA tests: tests/cusim, or a GPU's"
     )
+    parser.addoption(
+        "--second-attempts", type=int, default=0, metavar="N", help="of tests with processes, in this run; printed"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if limit := config.getoption("--second-attempts"):
+        config.pluginmanager.register(SecondAttempts(limit))
 
 
 def pytest_report_header(config: pytest.Config) -> str:
