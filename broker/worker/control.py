@@ -89,12 +89,12 @@ class Control:
             timeout: int | None = LOOK_MS if self._waits or self._leaving else None
             if timeout is None and self._loop.busy:
                 timeout = DEPOSE_NS // 1_000_000
-            for fd, _ in poll.poll(timeout):
-                if fd == self._watch_fd:
-                    os.eventfd_read(fd)
+            ready = {fd for fd, _ in poll.poll(timeout)}
+            if self._watch_fd in ready:
+                os.eventfd_read(self._watch_fd)
             if self._loop.busy:
                 self._loop.watch(_now())
-            for _ in range(64):
+            for _ in range(64 if self._link.fileno() in ready else 0):
                 received = self._link.receive()
                 if received is None:
                     break
