@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -168,8 +169,8 @@ class Bench:
         """Rows per second in this process, by threads with a session each; once per round."""
         if way not in self._floors:
             calls = [self._call(way, number) for number in range(way.sessions)]
-            # The better of two halves: threads that happen to start on one core share it for a while.
-            self._floors[way] = max(self._rate(way.batch, calls) for _ in range(2))
+            # The median: threads that happen to start on one core share it for a while. The best would be luck.
+            self._floors[way] = statistics.median(self._rate(way.batch, calls) for _ in range(3))
         return self._floors[way]
 
     def _rate(self, batch: int, calls: list[Callable[[], None]]) -> float:
