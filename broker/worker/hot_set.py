@@ -133,7 +133,8 @@ class HotSet:
             sweep += 1
             if sweep == SETTLED:  # not at once: on a shared core the client waits for us to yield
                 bookkeeping()
-            if not sweep & 3 and self._cores.wanted():
+            # Not at every look: each takes as long as three, and a request that comes meanwhile waits for it.
+            if (gave_way or not sweep & 15) and self._cores.wanted():
                 return False
             if not sweep & 15 and self.poll(0.0):
                 return True

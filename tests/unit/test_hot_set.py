@@ -184,6 +184,25 @@ def test_a_spin_ends_at_once_when_somebody_waits_for_any_core(watched, monkeypat
     assert next(clock) < SPIN_NS, "after a few looks"
 
 
+def test_cores_are_asked_for_at_once_when_a_yield_let_somebody_run_and_else_seldom(watched, monkeypatch):
+    submit(watched.client)
+    watched.set.poll(0.0)
+    take(watched.worker)
+    come(watched, monkeypatch, 900_000)
+    asked = []
+    monkeypatch.setattr(watched.set._cores, "wanted", lambda: asked.append(1))
+    clock = iter(range(0, 1 << 40, LONG_SPIN_NS // 64))
+    monkeypatch.setattr(hot_set, "_now", lambda: next(clock))
+    assert not watched.set.spin(lambda: None)
+    assert 0 < len(asked) <= 4, "what is asked takes as long as several looks"
+    asked.clear()
+    monkeypatch.setattr(watched.set._cores, "wanted", lambda: asked.append(1) or True)
+    clock = iter(range(0, 1 << 40, 2 * GAVE_WAY_NS))
+    monkeypatch.setattr(hot_set, "_now", lambda: next(clock))
+    assert not watched.set.spin(lambda: None)
+    assert next(clock) <= 10 * GAVE_WAY_NS, "after the first yield"
+
+
 class Step:
     """Something under way elsewhere, which ends after so many looks; -1: never."""
 
