@@ -1,8 +1,8 @@
 """Where the requests of a plan go whose model several workers serve: the choice, without I/O.
 
 Held by plans of both kinds of client, one `Spread` per thread or loop, and only where there is a choice: everybody else
-has one `Bound`. A worker's load is what this process sees of it: how many requests it has there, how long the last one
-took, waiting included, which tells of other processes' requests, and for how long none has ended.
+has one `Bound`. A worker's load is what it says itself (`ClientChannel.ahead`, at most 10 ms old) and what this process
+sees of it: how many requests it has there, how long the last one ran, and for how long none has ended.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class Spread(Generic[L]):
     def _cost(self, worker: str, bound: Bound[L], load: dict[str, AtWorker], now: int) -> int:
         """How long (ns) a request would be there, roughly."""
         idle_ns = now - self._used.get(worker, now)
-        there = load.get(worker)
+        there, channel = load.get(worker), bound.channel
         if there is None:
-            return cost_ns(0, bound.channel.took, idle_ns, 0)
+            return cost_ns(0, channel.ran, idle_ns, 0, channel.ahead())
         stuck_ns = now - there.since if there.outstanding else 0
-        return cost_ns(there.outstanding, bound.channel.took, idle_ns, stuck_ns)
+        return cost_ns(there.outstanding, channel.ran, idle_ns, stuck_ns, channel.ahead())

@@ -16,7 +16,9 @@ from typing import Protocol, final
 
 from shm.fence import FENCE_IS_FULL
 from shm.layout import (
+    AHEAD,
     ARMED,
+    ASKS,
     AWAY,
     CANCEL,
     COMPLETION,
@@ -123,9 +125,20 @@ class ClientChannel:
         return self._geometry.slots - len(self._free)
 
     @property
-    def took(self) -> int:
-        """How long the request took that ended last, from its arrival at the worker to its end (ns); 0: none has."""
-        return self._took
+    def ran(self) -> int:
+        """How long the request ran that ended last, without what it waited for (ns); 0: none has."""
+        if not self._consumed:
+            return 0
+        at = self._geometry.completions + 8 * (self._consumed - 1 & self._geometry.completion_mask)
+        return sum(self._words[at + 4 : at + 7])
+
+    def ahead(self) -> int:
+        """How long (ns, coarse) the worker will be at what it has, of all clients, as it said last; asks it to say so.
+
+        For clients with a choice of workers: who never calls this costs the worker nothing.
+        """
+        self._words[ASKS] = 1
+        return self._words[AHEAD]
 
     @property
     def completed(self) -> int:

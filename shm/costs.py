@@ -1,4 +1,4 @@
-"""How long a request would take at one of several workers that serve its model, as far as its sender sees.
+"""How long a request would take at one of several workers that serve its model, as far as its sender can tell.
 
 Used by clients (`clientlib.spread`), and by workers for steps of ensembles elsewhere
 (`broker.worker.ensembles.remote.channel`).
@@ -10,10 +10,12 @@ HALF_NS = 1_000_000_000  # what was measured counts half after so long: a worker
 LEAST_NS = 1_000  # that a request is taken to last, so that many do not go at once to a worker that nothing is known of
 
 
-def cost_ns(outstanding: int, took_ns: int, idle_ns: int, stuck_ns: int) -> int:
-    """`outstanding`: requests that the sender has there. `took_ns`: of the one that ended last, waiting included, which
-    tells of others' requests. `idle_ns`: since it sent one. `stuck_ns`: for how long none of those has ended.
+def cost_ns(outstanding: int, ran_ns: int, idle_ns: int, stuck_ns: int, ahead_ns: int) -> int:
+    """`outstanding`: requests that the sender has there. `ran_ns`: of the one that ended last, without what it waited.
+    `idle_ns`: since it sent one. `stuck_ns`: for how long none of those has ended. `ahead_ns`: of everybody's requests,
+    the sender's among them, as the worker said last (`ClientChannel.ahead`).
     """
     if idle_ns >= HALF_NS:
-        took_ns >>= min(idle_ns // HALF_NS, 62)
-    return (outstanding + 1) * max(took_ns, stuck_ns, LEAST_NS)
+        ran_ns >>= min(idle_ns // HALF_NS, 62)
+    each = max(ran_ns, stuck_ns, LEAST_NS)
+    return max(outstanding * each, ahead_ns) + each

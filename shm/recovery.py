@@ -17,6 +17,7 @@ from typing import NamedTuple
 from shm.admission import Request, Verdict, admit
 from shm.errors import Code
 from shm.layout import (
+    AHEAD,
     AWAY,
     COMPLETION,
     CTAIL,
@@ -67,7 +68,7 @@ def recover(channel: WorkerChannel, now_ns: int) -> Recovered:
         request.plan.busy[request.output_position] = 1
         request.started = True
         (suspects if state == STARTED else fresh).append(request)
-    channel.words[AWAY] = 0
+    channel.words[AHEAD] = channel.words[AWAY] = 0
     channel.arm()
     channel.ring()  # the dead worker may have published without ringing
     return Recovered(suspects, fresh)

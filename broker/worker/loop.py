@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import final
 
+from broker.worker.backlog import Backlog
 from broker.worker.batch import SHORT_NS, Batch, by_channel, worth_taking
 from broker.worker.endings import count_endings
 from broker.worker.ensembles.inline import lone_run
@@ -19,6 +20,7 @@ from broker.worker.execute import run_batch
 from broker.worker.hot_set import HotSet
 from broker.worker.intake import take_in, withdraw
 from broker.worker.model import LoadedModel
+from broker.worker.parking import Parking
 from broker.worker.plans import Plan
 from broker.worker.scheduler import Refused, Scheduler
 from broker.worker.turn import Inline, Turn
@@ -32,7 +34,6 @@ from shm.worker_channel import WorkerChannel
 DEPOSE_NS = 10_000_000
 QUIET_NS = 100_000_000
 DRAIN_NS = 2_000_000
-PARK_S = 0.025  # longest time that nobody looks at the channels
 _now = time.monotonic_ns
 
 
@@ -48,11 +49,11 @@ class Loop:
         self.stopping = False
         self.busy = False  # traffic lately: the control thread looks after the leader
         self._ran_inline: set[LoadedModel] = set()  # their statistics wait to be flushed
-        self._parked = False  # nobody leads: every instance is at work, and who finishes first will
-        self._room = threading.Event()  # ends that
+        self._parking = Parking(self.scheduler, self.hot_set)
         self._threads: set[int] = set()  # those that serve
         self._ran_short = False  # by a leader, since it slept last
         self._block = own_block
+        self._backlog = Backlog(self.scheduler)
         self._taken = 0  # since the last flush
         self._watch_fd = watch_fd  # wakes the control thread: look after the leader
 
@@ -79,6 +80,7 @@ class Loop:
     def release(self, channel: WorkerChannel) -> None:
         """Nothing of a detached channel runs any more."""
         self._attached = [other for other in self._attached if other is not channel]
+        self._backlog.look(self._attached, _now())  # which must not keep its memory mapped
 
     def submit(self, requests: list[Request]) -> None:
         """Queue steps of an ensemble, from any thread."""
@@ -101,6 +103,7 @@ class Loop:
         """The control thread's look after the leader, every 10 ms while there is traffic."""
         self.turn.depose(now, DEPOSE_NS)
         streaming = self.scheduler.look_at_streams()
+        self._backlog.look(self._attached, now)
         self._block[statistics.IN_FLIGHT] = self.scheduler.in_flight()  # streams end on threads that tell nobody
         self.scheduler.close_retired(now)
         if not streaming and self._quiet(now):
@@ -124,7 +127,7 @@ class Loop:
     def wake(self) -> None:
         """Make the leader look again."""
         self.hot_set.wake()
-        self._unpark()
+        self._parking.end()
 
     def finished(self) -> bool:
         """Has everything that was admitted ended? What is refused comes and goes as fast as clients ask."""
@@ -146,15 +149,17 @@ class Loop:
             term = self.turn.take()
             batch = self._lead(term)
             self.turn.step_down(term)
-            if self._parked:
+            if self._parking.parked:
                 if batch is None:
-                    self._room.wait(self._patience())
+                    self._parking.wait(self._next_look()[0])
                 elif not self.scheduler.saturated():
-                    self._unpark()
+                    self._parking.end()
             while batch is not None:
                 was_alone = batch.alone
                 self._run(batch)
-                if self._parked:
+                if self._backlog.asked:
+                    self._backlog.tell(_now())
+                if self._parking.parked:
                     break  # to look at the channels first
                 batch = self.scheduler.due(_now())
                 left = batch is None or was_alone or self.scheduler.limiter is not None
@@ -166,7 +171,7 @@ class Loop:
         scheduler = self.scheduler
         channel: WorkerChannel | None
         sweep = 0
-        if self._parked:
+        if self._parking.parked:
             self.hot_set.attend()  # cold channels have rung, and nobody has listened
         while not self.stopping:
             now = _now()
@@ -199,13 +204,15 @@ class Loop:
                     self._refuse(scheduler.expired(now))
                 batch = scheduler.due(now)
             if batch is None and not found:
-                if (scheduler.running or self._parked) and self._park():
+                if (scheduler.running or self._parking.parked) and self._parking.begin(self._flush):
                     return None
                 channel = None  # this frame must not keep a closed channel's memory mapped while it sleeps
                 self._pause()
             while batch is not None:
                 if not batch.short():
                     self._ring_held()  # the other threads may be busy for long, too
+                    if self._backlog.asked:
+                        self._backlog.tell(_now())
                     return batch
                 self._ran_short = True
                 self.turn.enter()
@@ -219,32 +226,6 @@ class Loop:
                 batch = scheduler.due(now) if more else None
         self._ring_held()
         return None
-
-    def _park(self) -> bool:
-        """Leave the channels alone until an instance is free: clients need not ring, and no thread wakes for what they
-        publish. With an instance per core, each ring would cost a running batch its core and its caches.
-        """
-        if self.scheduler.saturated():
-            self._flush()
-            self.hot_set.park()
-            self._room.clear()
-            self._parked = True
-            if self.scheduler.saturated():  # who has finished meanwhile did not see that nobody leads
-                return True
-        if self._parked:
-            self._unpark()
-            self.hot_set.stir()
-        return False
-
-    def _patience(self) -> float:
-        """How long the channels may be left alone."""
-        until, _ = self._next_look()
-        return min(max(0.0, (until - _now()) / 1e9), PARK_S) if until else PARK_S
-
-    def _unpark(self) -> None:
-        if self._parked:
-            self._parked = False
-            self._room.set()
 
     def _run_inline(self, channel: WorkerChannel, now: int, term: int, count: int) -> Inline:
         """The hot path: a request that nothing could be batched with, known to be short, goes straight to its model."""
@@ -389,6 +370,8 @@ class Loop:
         self._block[statistics.TAKEN] += self._taken
         self._taken = 0
         self._block[statistics.IN_FLIGHT] = self.scheduler.in_flight()
+        if self._backlog.asked:
+            self._backlog.tell(_now())
         while self._ran_inline:  # a deposed leader may add to it meanwhile
             self._ran_inline.pop().flush()
 

@@ -10,7 +10,7 @@ import pytest
 from broker.worker.ensembles.remote.channel import Lane
 from shm.admission import EXPIRED, Request, Verdict
 from shm.errors import Code, InferError
-from shm.layout import AWAY, CODE_MASK
+from shm.layout import AHEAD, AWAY, CODE_MASK
 from tests.fakes.channel import PLAN, Plan, Twin, take
 
 STOPPED = (Code.UNAVAILABLE, "it is stopping")
@@ -209,6 +209,8 @@ def test_what_a_step_costs_follows_from_what_is_there_and_for_how_long(bench):
     assert bench.lane.cost_ns(6000) == 4 * 5000, "none has ended for long"
     bench.serve()
     assert bench.lane.cost_ns(7000) == 1000
+    bench.worker.words[AHEAD] = 1 << 20
+    assert bench.lane.cost_ns(7000) == (1 << 20) + 1000, "others' requests, as it says"
     bench.worker.words[AWAY] = 1
     assert bench.lane.cost_ns(7000) is None
 

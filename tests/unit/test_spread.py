@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +22,11 @@ class Channel:
     """As much of a `ClientChannel` as is looked at."""
 
     def __init__(self) -> None:
-        self.outstanding = self.took = self.completed = 0
+        self.outstanding = self.ran = self.completed = self.told = 0
         self.away = False
+
+    def ahead(self) -> int:
+        return self.told
 
 
 class Bench:
@@ -41,9 +45,13 @@ class Bench:
             if lane.worker in (bound or (A, B, C)):
                 self.spread.bounds[lane.worker] = lane  # a binding has its channel, too
 
-    def took(self, **ns: int) -> None:
+    def ran(self, **ns: int) -> None:
         for name, value in ns.items():
-            self.channels[f"cpu/{name}"].took = value
+            self.channels[f"cpu/{name}"].ran = value
+
+    def told(self, **ns: int) -> None:
+        for name, value in ns.items():
+            self.channels[f"cpu/{name}"].told = value
 
     def picks(self, count: int = 30) -> set[str]:
         return {self.spread.pick(NO_ROUTE) for _ in range(count)}
@@ -56,22 +64,58 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 def test_of_equal_workers_all_are_used(bench: Bench) -> None:
     assert bench.picks() == {A, B, C}
-    bench.took(a=5000, b=5000, c=5000)
+    bench.ran(a=5000, b=5000, c=5000)
     assert bench.picks() == {A, B, C}
 
 
 def test_the_fewest_in_flight_and_the_quickest_win(bench: Bench) -> None:
-    bench.took(a=5000, b=5000, c=5000)
+    bench.ran(a=5000, b=5000, c=5000)
     bench.channels[A].outstanding = bench.channels[C].outstanding = 2
     assert bench.picks() == {B}
-    bench.took(b=16_000)
+    bench.ran(b=16_000)
     assert bench.picks() == {A, C}, "3 times 5 µs are less than one time 16"
 
 
+def test_a_worker_that_is_at_work_for_others_is_left_alone(bench: Bench) -> None:
+    bench.ran(a=5000, b=5000, c=5000)
+    bench.told(a=1 << 20, c=1 << 17)
+    assert bench.picks() == {B}
+    bench.channels[B].outstanding = 5
+    assert bench.picks() == {B}, "six of 5 µs"
+    bench.channels[B].outstanding = 40
+    assert bench.picks() == {C}, "its 41 take longer than others' work elsewhere"
+    bench.told(a=0, c=0)
+    assert bench.picks() == {A, C}, "as soon as they are done"
+
+
+def test_a_workers_own_word_covers_what_this_process_has_there(bench: Bench) -> None:
+    bench.ran(a=50_000, b=50_000, c=50_000)
+    for at, channel in enumerate(bench.channels.values()):
+        channel.outstanding = 4
+        channel.told = (1 << 17, 1 << 17, 1 << 18)[at]
+    assert bench.picks() == {A, B}, "4 of 50 µs are more than is said, so they are all there is"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_goes_where_it_ends_first_as_far_as_is_known(bench: Bench, seed: int) -> None:
+    chance = random.Random(seed)
+    bench.picks(3)
+    for _ in range(200):
+        ends = {}
+        for worker, channel in bench.channels.items():
+            channel.outstanding = chance.randrange(4)
+            channel.completed += 1
+            channel.ran = chance.randrange(1000, 1 << 20)
+            channel.told = chance.choice((0, 1 << chance.randrange(16, 24)))
+            ends[worker] = max(channel.outstanding * channel.ran, channel.told) + channel.ran
+        picked = bench.spread.pick(NO_ROUTE)
+        assert ends[picked] == min(ends.values())
+
+
 def test_what_was_slow_once_is_tried_again(bench: Bench) -> None:
-    bench.took(a=5000, b=5000, c=5000)
+    bench.ran(a=5000, b=5000, c=5000)
     bench.picks()
-    bench.took(b=40_000, c=10**9)
+    bench.ran(b=40_000, c=10**9)
     assert bench.picks() == {A}
     for _ in range(4):
         bench.now += HALF_NS
@@ -82,7 +126,7 @@ def test_what_was_slow_once_is_tried_again(bench: Bench) -> None:
 
 
 def test_a_worker_that_answers_nothing_is_left_alone(bench: Bench) -> None:
-    bench.took(a=1000, b=50_000, c=50_000)
+    bench.ran(a=1000, b=50_000, c=50_000)
     bench.channels[A].outstanding = 1
     assert bench.picks() == {A}, "two in flight there take less than one elsewhere"
     bench.now += 40_000
@@ -115,7 +159,7 @@ def test_those_without_a_binding_are_tried_every_second(monkeypatch: pytest.Monk
 def test_steps_of_a_sequence_follow_its_start(bench: Bench) -> None:
     begun = {number: bench.spread.pick((number, True, False)) for number in range(1, 10)}
     assert sorted(begun.values()) == [A] * 3 + [B] * 3 + [C] * 3, "they are shared out"
-    bench.took(a=1, b=10**9, c=10**9)
+    bench.ran(a=1, b=10**9, c=10**9)
     bench.channels[B].away = True
     for number, home in begun.items():
         assert bench.spread.pick((number, False, False)) == home, "wherever it is quicker"
@@ -127,7 +171,7 @@ def test_steps_of_a_sequence_follow_its_start(bench: Bench) -> None:
 
 def test_a_sequence_that_begins_anew_stays_where_it_was(bench: Bench) -> None:
     begun = {number: bench.spread.pick((number, True, False)) for number in range(1, 10)}
-    bench.took(a=10**9, b=1, c=10**9)
+    bench.ran(a=10**9, b=1, c=10**9)
     assert {number: bench.spread.pick((number, True, False)) for number in begun} == begun
     assert bench.spread._homes._counts.total() == len(begun)
 

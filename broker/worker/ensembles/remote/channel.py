@@ -116,13 +116,14 @@ class Lane:
         """How long a step would be there, roughly; None: its worker is being replaced."""
         channel = self._channel
         if channel is None:
-            return cost_ns(len(self._line), 0, 0, 0)
+            return cost_ns(len(self._line), 0, 0, 0, 0)
         if channel.away:
             return None
         outstanding, completed = channel.outstanding, channel.completed
         if not outstanding or completed != self._moved[0]:
             self._moved = completed, now
-        return cost_ns(outstanding + len(self._line), channel.took, now - self._used_ns, now - self._moved[1])
+        idle_ns, stuck_ns = now - self._used_ns, now - self._moved[1]
+        return cost_ns(outstanding + len(self._line), channel.ran, idle_ns, stuck_ns, channel.ahead())
 
     def ended(self, sends: Sends) -> None:
         """It has its completion; called by `settle`."""

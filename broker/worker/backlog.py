@@ -1,0 +1,100 @@
+"""How long a worker will be at what it has, told to clients that may choose another one: a number in their channels.
+
+Kept by `broker.worker.loop`, which tells it before and after runs that are not short, before it sleeps, and every 10 ms
+while there is traffic. Clients weigh it in `clientlib.spread`, workers with steps of ensembles elsewhere in
+`broker.worker.ensembles.remote`. It goes where only the client that reads it can write (`shm.layout.AHEAD`), it is all
+that a client learns of others, and it is coarse. A worker that nobody asks (ASKS) counts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol, final
+
+from broker.worker.model import Instance, LoadedModel
+from shm import statistics
+from shm.layout import AHEAD, ASKS
+from shm.worker_channel import WorkerChannel
+
+SMALLEST_NS = 1 << 16  # what is over sooner is no reason to go elsewhere
+
+
+class Models(Protocol):
+    """What a worker has (`broker.worker.scheduler`)."""
+
+    serving: tuple[LoadedModel, ...]
+    retired: list[LoadedModel]
+
+
+@final
+class Backlog:
+    """`asked`: the channels of those that want to be told."""
+
+    __slots__ = ("_models", "_told", "asked")
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._told = 0
+        self.asked: tuple[WorkerChannel, ...] = ()
+
+    def look(self, channels: Iterable[WorkerChannel], now: int) -> None:
+        """Find who asks, of all there are, and tell them."""
+        asked = tuple(channel for channel in channels if channel.words[ASKS])
+        if asked != self.asked:
+            self.asked = asked
+            self._told = -1  # not all of them know
+        if asked:
+            self.tell(now)
+
+    def tell(self, now: int) -> None:
+        """Write what there is to do, where that has changed. Any thread. `now`: CLOCK_MONOTONIC ns."""
+        ahead = coarse(ahead_ns((*self._models.serving, *self._models.retired), now))
+        if ahead != self._told:
+            self._told = ahead
+            for channel in self.asked:
+                channel.words[AHEAD] = ahead
+
+
+def coarse(ns: int) -> int:
+    """The power of two at or below; 0 for what is too short to matter."""
+    return 0 if ns < SMALLEST_NS else 1 << ns.bit_length() - 1
+
+
+def ahead_ns(models: Iterable[LoadedModel], now: int) -> int:
+    """Requests that wait and batches that run, each for as long as such ones usually take.
+
+    Read without locks while others write: it is no more than a hint.
+    """
+    total = 0
+    for model in models:
+        instances = model.instances
+        if not instances:
+            continue
+        work = sum(_runs(instance, now) for instance in instances)
+        if model.streams is not None:
+            work = max(work, len(model.streams) * _mean(instances[0]))
+        if waiting := model.pending():
+            work += waiting * _each(instances[0])
+        total += work // len(instances)
+    return total
+
+
+def _runs(instance: Instance, now: int) -> int:
+    """What the batch that runs takes; where such ones were never measured, for how long it has run."""
+    rows = instance.block[statistics.BATCH]
+    if not rows:
+        return 0
+    typical = instance.typical
+    return typical.get(rows) or typical.get(0) or max(0, now - instance.block[statistics.STARTED])
+
+
+def _each(instance: Instance) -> int:
+    """What a request that waits takes, in the batches that take least per row."""
+    block = instance.block
+    rows = max(1, block[statistics.INFERENCES] // max(1, block[statistics.SUCCESS]))
+    return rows * min((ns // (rows or 1) for rows, ns in list(instance.typical.items())), default=_mean(instance))
+
+
+def _mean(instance: Instance) -> int:
+    """What requests took that have ended, each as long as its batch."""
+    return instance.block[statistics.INFER_NS] // max(1, instance.block[statistics.SUCCESS])
