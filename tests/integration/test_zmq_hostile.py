@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import msgpack
 import pytest
+import zmq
 
 from tests.fakes.zmq_gateway import INLINE, VICTIM, HandZmqClient, ZmqGateway, client, gateway, hold  # noqa: F401
 
@@ -65,8 +67,11 @@ def test_a_message_that_is_too_large_costs_the_connection_not_the_session(
     with HandZmqClient(gateway.directory) as other:
         token = other.hello()["token"]
         other.ask("register", name="r", key="/r", byte_size=16)
+        lost = other.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)  # which it may be for a moment only
         other.socket.send(bytes((1 << 20) + 1))
-        gateway.eventually(lambda: len(gateway.server._port._connections) == 1, "it was disconnected")
+        assert lost.poll(20_000), "it was disconnected"
+        other.socket.disable_monitor()
+        lost.close()
         assert client.ask("heartbeat")["type"] == "done"
         gateway.eventually(lambda: len(gateway.server._port._connections) == 2, "libzmq connected again")
         reply = other.hello(token=token)
@@ -101,10 +106,11 @@ def test_no_more_connections_than_descriptors_allow(
     assert port is not None
     gateway.call(lambda: setattr(port, "_limit", 8))
     idle = []
-    for _ in range(8):
+    for _ in range(8):  # with the client one more than it takes: the last may come too late to connect
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.connect(str(gateway.directory / "zmq.sock"))
         idle.append(sock)
+        with contextlib.suppress(FileNotFoundError) if len(idle) == 8 else contextlib.nullcontext():
+            sock.connect(str(gateway.directory / "zmq.sock"))
     gateway.eventually(lambda: port._hidden, "it does not accept any more")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as late, pytest.raises(FileNotFoundError):
         late.connect(str(gateway.directory / "zmq.sock"))
@@ -144,7 +150,7 @@ def test_a_client_that_is_killed(gateway: ZmqGateway) -> None:
         victim.send_signal(signal.SIGKILL)
     gateway.eventually(lambda: not gateway.service.held, "its regions are gone")
     gateway.eventually(lambda: gateway.service.cancelled == 1, "its request was cancelled")
-    assert gateway.call(lambda: gateway.server._clients.known) == {}
+    gateway.eventually(lambda: gateway.server._clients.known == {}, "it is known no more")
     with HandZmqClient(gateway.directory) as heir:
         assert heir.hello(token=token)["resumed"] is False
 

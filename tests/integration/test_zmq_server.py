@@ -135,8 +135,7 @@ def test_a_session_outlives_its_gateway(tmp_path: Path) -> None:
             token = client.hello()["token"]
             client.ask("register", name="r", key="/r", byte_size=16)
         with ZmqGateway(tmp_path, service):
-            while client.ask("heartbeat").get("hello") is not True:
-                pass
+            client.told_to_say_hello()
             reply = client.hello(token=token)
             assert (reply["token"], reply["resumed"]) == (token, True)
             assert [region["name"] for region in client.ask("regions")["regions"]] == ["r"]
@@ -158,9 +157,11 @@ def test_a_client_that_dies_while_there_is_no_gateway(tmp_path: Path) -> None:
                 victim.wait()
                 with ZmqGateway(tmp_path, service) as second:
                     second.eventually(lambda: not service.held, "the dead client's regions are gone")
-                    assert [client.token for client in second.call(second.server._clients.sessions)] == [token]
-                    while survivor.ask("heartbeat").get("hello") is not True:
-                        pass
+                    second.eventually(
+                        lambda: [client.token for client in second.server._clients.sessions()] == [token],
+                        "only the other one's session is left",
+                    )
+                    survivor.told_to_say_hello()
                     assert survivor.hello(token=token)["resumed"] is True
                     survivor.ask("goodbye")
     assert not (tmp_path / "zmq.sessions").exists()
