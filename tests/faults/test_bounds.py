@@ -237,7 +237,10 @@ def _write_twice_at_once(count: int) -> dict[str, Any]:
 
 def test_b09_same_range_in_two_requests_at_once(lab: Lab) -> None:
     """[B-09] a range that a request in flight reads or writes is nobody else's to write, whoever asks."""
-    found = lab.offend(_write_twice_at_once, count=500_000)
+    for count in (500_000, 2_000_000, 8_000_000):  # a busy machine may be slow to ask for the others
+        found = lab.offend(_write_twice_at_once, count=count, timeout_s=60)
+        if found["running still"]:
+            break
     assert found.pop("running still"), "the slow request was over before the others were answered"
     assert found.pop("right")
     assert found.pop("first") == found.pop("afterwards") == ["0", ""]

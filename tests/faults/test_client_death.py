@@ -32,6 +32,11 @@ def ran(lab: Lab, tag: int) -> int:
     return unruly.runs(lab.repository, "unruly", tag)
 
 
+def cancelled(lab: Lab) -> int:
+    """Requests of the model "unruly"."""
+    return next(int(row["cancelled"]) for row in lab.status()["models"] if row["name"] == "unruly")
+
+
 def has_session(lab: Lab, client: Child) -> bool:
     return any(session["pid"] == client.pid for session in lab.status()["sessions"])
 
@@ -136,12 +141,15 @@ def submit(tags: list[int], act: str, seconds: float) -> list[list[Any]]:
 
 def test_c02_queued_requests_of_a_dead_client_never_run(lab):
     first, *tags = [next(TAGS) for _ in range(20)]
-    other = lab.start(submit, tags=[first], act="nap", seconds=1.0)
+    other = lab.start(submit, tags=[first], act="wait", seconds=0.0)
     eventually(lambda: ran(lab, first), "the only instance is taken")
+    before = cancelled(lab)
     client = lab.start(submit, tags=tags, act="add", seconds=0.0)
     client.heard()
     client.kill()
     eventually(lambda: not has_session(lab, client), "its session has ended")
+    eventually(lambda: cancelled(lab) - before >= len(tags), "what it had queued has ended")
+    unruly.let_go(lab.repository, "unruly")
     other.heard()
     assert other.result() == [["OK", "", True]]
     lab.settled()

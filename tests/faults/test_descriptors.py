@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import select
 import socket
 from collections.abc import Iterator
@@ -53,10 +54,10 @@ def _descriptors() -> Iterator[tuple[str, int]]:
         yield "poll", os.dup(poll.fileno())
     yield "pidfd", os.pidfd_open(os.getpid())
     yield from (("socket", end.detach()) for end in socket.socketpair())
-    with contextlib.suppress(OSError):
-        memory = posix_ipc.SharedMemory("/unsealed", posix_ipc.O_CREX, size=4096)
-        posix_ipc.unlink_shared_memory("/unsealed")
-        yield "POSIX memory", memory.fd
+    key = f"/row-{secrets.token_hex(6)}"
+    memory = posix_ipc.SharedMemory(key, posix_ipc.O_CREX, size=4096)
+    posix_ipc.unlink_shared_memory(key)
+    yield "POSIX memory", memory.fd
     with contextlib.suppress(OSError):
         yield "huge pages", _memfd(2 << 20, *every, allocate=False, flags=MFD_HUGETLB)
 

@@ -45,6 +45,16 @@ def inputs(act: str, tag: int, seconds: float = 0.0) -> dict[str, npt.NDArray]:
     return {"act": np.array([list(ACTS).index(act)], np.int64), "x": np.array([tag, seconds, 0, 0], np.float32)}
 
 
+def hold(root: Path, model: str) -> None:
+    """Requests to "wait" that come from now on do."""
+    (root / model / "1" / "go").unlink(missing_ok=True)
+
+
+def let_go(root: Path, model: str) -> None:
+    """Those that wait, and those that come later."""
+    (root / model / "1" / "go").touch()
+
+
 def runs(root: Path, model: str, tag: int) -> int:
     """How many times requests with this tag were run."""
     path = root / model / "1" / "runs"
