@@ -1,11 +1,13 @@
 """What the broker does to the channels of a dead worker, the only time it maps one.
 
-`broker.logical_worker` calls `bury` at every death, in one turn of the event loop, and `end` when no replacement comes.
+`broker.logical_worker` calls `bury` at every death, in one turn of the event loop, and `end` when no replacement comes;
+`broker.resting` calls `leave` when one comes only if it is wanted.
 The rules are `shm.recovery`'s; what is known of plans comes through `PlanBook`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -13,11 +15,15 @@ from typing import Protocol
 from broker.records import ChannelRecord
 from shm import recovery
 from shm.errors import Code
+from shm.fence import Fence
+from shm.layout import DONE, MARK
+from shm.worker_channel import WorkerChannel
 
 CUT = "Server is stopping, and this request had not ended within the exit timeout (--exit-timeout-secs)"
 ALONE_AGAIN = 2  # attempts of a request that was running alone when its worker died for the second time
 
 _log = logging.getLogger(__name__)
+_fence = Fence()
 
 
 class PlanBook(Protocol):
@@ -40,7 +46,11 @@ class PlanBook(Protocol):
 
 
 def bury(
-    channels: Iterable[ChannelRecord], plans: PlanBook, now_ns: int, reason: str, failed: Callable[[str, int], None]
+    channels: Iterable[ChannelRecord],
+    plans: PlanBook,
+    now_ns: int,
+    reason: str,
+    failed: Callable[[str, int], None],
 ) -> list[tuple[int, str]]:
     """End what was running and must not run again, `reason` told; all else waits for the replacement.
 
@@ -70,6 +80,20 @@ def bury(
             if ending.attempts >= ALONE_AGAIN and model is not None:
                 offences.append((session, model[0]))
     return offences
+
+
+def leave(channel: ChannelRecord) -> bool:
+    """Nobody looks at it from now on: its client rings when it publishes. After `bury`.
+
+    False: something is there that the client will not ring for.
+    """
+    parts = channel.memory, channel.ledger, -1, channel.pipe_write, channel.slots
+    with contextlib.closing(WorkerChannel(*parts, {})) as left:
+        if any(mark and mark & 0xFF != DONE for mark in left.ledger[MARK : MARK + channel.slots]):
+            return False
+        left.arm()
+        _fence()
+        return not left.pending()
 
 
 def end(channels: Iterable[ChannelRecord], message: str, now_ns: int) -> int:

@@ -13,6 +13,8 @@ import os
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, final
 
+from msgspec.structs import replace
+
 from broker.supervision import Load, LoadDeaths
 from broker.worker.messages import UNLOADED, AddRegion, BindPlan, LinkMessage, LoadInstances, UnloadModel
 from broker.worker_process import Lacking, ProcessDied, WorkerProcess
@@ -48,6 +50,7 @@ class Wanted:
 @final
 class DesiredState:
     """Models, regions, plans and channels of one worker; `process` is the current one, `up` is set once it has all.
+    `wanted` is set when something needs a process: of a worker at rest, the next one then starts.
 
     `on_lost` is told of what a replacement refused although a predecessor had it. `loads`: at a time.
     """
@@ -67,6 +70,7 @@ class DesiredState:
         "regions",
         "stopping",
         "up",
+        "wanted",
     )
 
     def __init__(
@@ -79,6 +83,7 @@ class DesiredState:
         self.process: WorkerProcess | None = None
         self.up = asyncio.Event()
         self.stopping = asyncio.Event()
+        self.wanted = asyncio.Event()
         self.models: dict[Load, Wanted] = {}
         self.regions: dict[tuple[int, int], Wanted] = {}
         self.plans: dict[tuple[int, int, int], Wanted] = {}
@@ -90,6 +95,19 @@ class DesiredState:
         self._slots = asyncio.Semaphore(loads)
         self._alone = asyncio.Lock()
         self._ending: set[asyncio.Task[None]] = set()  # loads that nobody wants any more
+
+    @property
+    def serves_nothing(self) -> bool:
+        """No model, no load that is under way, and no steps of other workers' ensembles: these keep their models.
+
+        Regions, plans and channels of clients are brought to the next process like to any replacement.
+        """
+        return not (self.models or self.loading or self._ending or any(map(_is_step, self.plans.values())))
+
+    @property
+    def holds_nothing(self) -> bool:
+        """Would it make no difference if the next process were brought nothing?"""
+        return not (self.models or self.regions or self.plans or self.channels or self.wanted.is_set())
 
     async def have(
         self,
@@ -154,6 +172,17 @@ class DesiredState:
         if undo is not None and wanted.error is None and process is not None and wanted.sent == process.life:
             with contextlib.suppress(ProcessDied):
                 process.post(undo)
+
+    def refuse(self, session: int, model: str, until_ns: int, *, tell: bool) -> None:
+        """Requests of `session` for `model` end as refused until then (CLOCK_MONOTONIC). `tell` the process, too."""
+        process = self.process if tell else None
+        for wanted in self.plans.values():
+            message = wanted.message
+            if isinstance(message, BindPlan) and (message.session, message.model) == (session, model):
+                wanted.message = replace(message, refused_until_ns=until_ns)
+                if process is not None and wanted.done == process.life:
+                    with contextlib.suppress(ProcessDied):
+                        process.post(wanted.message)
 
     def truncated_regions(self) -> list[AddRegion]:
         """Those whose file is smaller by now than what of it was registered."""
@@ -221,6 +250,7 @@ class DesiredState:
 
     async def _bring(self, wanted: Wanted) -> None:
         while True:
+            self.wanted.set()
             await self.up.wait()
             process = self.process
             if wanted.error is not None:
@@ -292,6 +322,11 @@ class DesiredState:
     def _no_answer(self, message: LinkMessage, limit_s: float) -> InferError:
         what = f"the worker did not answer {type(message).__name__} within {limit_s:g} s"
         return InferError(Code.UNAVAILABLE, f"{what} ({self._describe()})")
+
+
+def _is_step(wanted: Wanted) -> bool:
+    """Is it a plan of another worker's ensemble?"""
+    return isinstance(wanted.message, BindPlan) and wanted.message.step
 
 
 def _was_loaded(wanted: Wanted) -> bool:

@@ -11,17 +11,15 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Callable
-from typing import Protocol, final
+from functools import partial
+from typing import final
 
-from msgspec.structs import replace
-
-from broker.coroner import CUT, PlanBook, bury, end
+from broker.coroner import CUT, bury, end
 from broker.desired_state import ANSWER_S, STOPPING, DesiredState, Wanted, supersedes
 from broker.records import ChannelRecord, RegionEntry, add_region
 from broker.region_uses import RegionUses
 from broker.repository.config import ModelConfig
-from broker.statistics_blocks import StatisticsBlocks
+from broker.resting import Rest
 from broker.supervision import BackOff, Load, LoadDeaths, Pulse
 from broker.worker.messages import (
     USED,
@@ -38,9 +36,9 @@ from broker.worker.messages import (
     Predecessor,
     RegionIdle,
     RetireRegion,
-    Start,
     UnloadModel,
 )
+from broker.worker_owner import Owner
 from broker.worker_process import Exit, Notice, ProcessDied, WorkerProcess
 from broker.zygote_link import StartFailed, Zygote
 from shm.errors import Code, InferError
@@ -49,29 +47,6 @@ LOAD_S = 600.0  # for a worker, or its replacements, to load a model; for a repl
 COME_UP = 0.5  # of the time there is to stop: for a replacement, whose loads may not end, to end what was accepted
 REST_S = 60.0  # for a replacement to take over regions, plans and channels
 _log = logging.getLogger(__name__)
-
-
-class Owner(Protocol):
-    """What a worker needs of `broker.workers.Workers`."""
-
-    blocks: StatisticsBlocks
-    model_load_deaths: int
-    model_loads: int
-    ping_every_s: float
-    ping_limit_s: float
-    plans: PlanBook | None
-    on_channel_broken: Callable[[int, str], None]
-    on_model_lost: Callable[[str, int, int, str], None]
-    on_session_wanted: Callable[[WorkerProcess], None]
-
-    def first_message(self, worker: str, block: int, before: Predecessor | None) -> Start:
-        """What a new process of `worker` is told before anything else."""
-
-    def blame(self, session: int, model: str, now_ns: int, dead: Worker | None = None) -> None:
-        """A request of `session` was alone when its worker's process died for the second time; `dead`: just now."""
-
-    def quarantine(self, region: int, generation: int) -> None:
-        """This region was truncated: no worker may map it again."""
 
 
 @final
@@ -92,6 +67,7 @@ class Worker:
         "_owner",
         "_pulse",
         "_records",
+        "_rest",
         "_state",
         "_task",
         "_uses",
@@ -108,7 +84,7 @@ class Worker:
     def __init__(self, key: str, owner: Owner, zygote: Zygote, device: str = "") -> None:
         self.key = key
         self.device = device  # the UUID of its GPU, "" on the CPU
-        self.state = "starting"  # "ready", "backoff", "stopped"
+        self.state = "starting"  # "ready", "backoff", "resting", "stopped"
         self.restarts = 0
         self.last_death = ""
         self.instances: dict[int, float] = {}  # statistics block of what may run → its model's hang_timeout_s
@@ -117,6 +93,7 @@ class Worker:
         self._block = owner.blocks.take((key, 0), 1)[0]
         self._state = DesiredState(LoadDeaths(owner.model_load_deaths), self._lost, self._describe, owner.model_loads)
         self._records: dict[int, ChannelRecord] = {}
+        self._rest = Rest(owner.rest_after_s)
         self._uses = RegionUses()
         self._life = 0
         self._pulse = Pulse(owner.ping_every_s, owner.ping_limit_s, 0)
@@ -138,6 +115,7 @@ class Worker:
 
     async def until_up(self) -> None:
         """Returns when a process has all that it must have, or after LOAD_S: whoever asks it for more is told why."""
+        self._state.wanted.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOAD_S):
                 await self._state.up.wait()
@@ -183,7 +161,7 @@ class Worker:
         """
         process = self._state.process
         if process is None:
-            return True
+            return self.state != "resting"
         try:
             async with asyncio.timeout(ANSWER_S):
                 return await process.request(AskRegion(region=region, generation=generation)) == USED
@@ -215,19 +193,13 @@ class Worker:
 
     async def detach_channel(self, channel: int, *, ended: bool = False) -> None:
         """Returns when the worker is idle on it; then its descriptors may be closed."""
-        self._records.pop(channel, None)
+        if (record := self._records.pop(channel, None)) is not None:
+            self._rest.forget(record)
         await self._state.forget(self._state.channels, channel, DetachChannel(channel=channel, ended=ended))
 
     def refuse(self, session: int, model: str, until_ns: int, *, tell: bool) -> None:
         """Requests of `session` for `model` end as refused until then (CLOCK_MONOTONIC). `tell` the process, too."""
-        process = self._state.process if tell else None
-        for wanted in self._state.plans.values():
-            message = wanted.message
-            if isinstance(message, BindPlan) and (message.session, message.model) == (session, model):
-                wanted.message = replace(message, refused_until_ns=until_ns)
-                if process is not None and wanted.done == process.life:
-                    with contextlib.suppress(ProcessDied):
-                        process.post(wanted.message)
+        self._state.refuse(session, model, until_ns, tell=tell)
 
     def quarantine(self, region: int, generation: int) -> None:
         """No process gets this region any more."""
@@ -252,10 +224,28 @@ class Worker:
         elif process.answered and self._pulse.is_due(now_ns):
             process.ping()
 
+    def let_rest(self, busy: bool, now_ns: int) -> bool:
+        """Once it has served nothing for long, its process ends until it is wanted. True: nobody has anything at it.
+
+        Called every now and then; `busy`: something of an unloaded model still waits or runs.
+        """
+        state = self._state
+        idle = not busy and self.state in ("ready", "backoff", "resting") and state.serves_nothing
+        if self._rest.is_due(idle, now_ns) and not self._rest.begun:
+            self._rest.begin(state)
+            _log.info("worker '%s' rests until it is wanted: it has served nothing for a while", self.key)
+            self.kill("served nothing")
+        return self._rest.begun and self.state == "resting" and state.holds_nothing
+
+    def forget(self) -> None:
+        """End a worker at rest that nobody has anything at."""
+        self._state.stopping.set()
+        self._state.wanted.set()
+
     async def stop(self, timeout: float) -> None:  # noqa: ASYNC109  what follows the deadline is part of stopping
         """Drain, wait for the exit, kill after `timeout` seconds. Returns when the process is gone."""
         state = self._state
-        state.stopping.set()
+        self.forget()
         try:
             async with asyncio.timeout(timeout if state.up.is_set() else timeout * COME_UP):
                 await state.up.wait()
@@ -271,6 +261,11 @@ class Worker:
     async def _run(self) -> None:
         state = self._state
         while not state.stopping.is_set():
+            if self._rest.begun:
+                self.state = "resting"
+                self._owner.blocks.abandon_worker(self.key)
+                await self._rest.last(self._records.values(), state.wanted)
+                continue
             self.state = "starting"
             self._was_ready = False
             try:
@@ -283,7 +278,7 @@ class Worker:
             ended = process.exit(await self._zygote.exit_code(process.pid, process.pidfd))
             process.close()
             state.process = None
-            if not state.stopping.is_set():
+            if not (state.stopping.is_set() or self._rest.begun):
                 try:
                     await self._after_death(process.pid, ended)
                 except Exception:  # whoever was told of it may fail; the worker is replaced all the same
@@ -332,7 +327,8 @@ class Worker:
         self._uses.died()
         plans, blocks, now_ns = self._owner.plans, self._owner.blocks, time.monotonic_ns()
         if plans is not None and not self._kill_next:
-            for session, model in bury(self._records.values(), plans, now_ns, process.kill_told, blocks.lost):
+            lost = partial(blocks.lost, worker=self.key, now_ns=now_ns)
+            for session, model in bury(self._records.values(), plans, now_ns, process.kill_told, lost):
                 self._owner.blame(session, model, now_ns, self)
         blocks.abandon(tuple(self.instances))
         self._was_ready |= bool(self._state.loading)  # there is a limit to deaths of loads: no need to wait in between

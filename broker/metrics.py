@@ -182,7 +182,8 @@ class MetricsDocument:
 
     def _cache(self) -> dict[str, int]:
         blocks = [self._blocks.of_worker(worker.key) for worker in self._workers]
-        return {name: sum(block[word] for block in blocks) for name, word in _CACHE_WORDS.items()}
+        before = self._blocks.cached_before
+        return {name: before[word] + sum(block[word] for block in blocks) for name, word in _CACHE_WORDS.items()}
 
     def _gpu_memory(self) -> Iterator[tuple[str, dict[str, int]]]:
         for worker in self._workers:

@@ -7,7 +7,8 @@ gets blocks for it there, while requests that were accepted may still run in the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 from shm.errors import Code, InferError
@@ -16,11 +17,15 @@ from shm.statistics import (
     BATCHES,
     BLOCK,
     BLOCKS,
+    CACHE_COUNTERS,
+    CACHE_ENTRIES,
     CACHE_HIT_NS,
     CACHE_HITS,
     CACHE_KEEP_NS,
     CACHE_MISS_NS,
     CACHE_MISSES,
+    CACHE_SIZE,
+    CACHE_USED,
     CACHED,
     CANCELLED,
     CLOSED,
@@ -30,6 +35,7 @@ from shm.statistics import (
     EXPIRED,
     FAIL,
     FAIL_NS,
+    GPU_OPEN_BYTES,
     HIT_LATENCY,
     IN_FLIGHT,
     INFER_NS,
@@ -44,6 +50,7 @@ from shm.statistics import (
     MAX_BATCH,
     OUTPUT_NS,
     PENDING,
+    PINNED_BYTES,
     QUEUE_NS,
     REASONS,
     REFUSED_EARLY,
@@ -51,6 +58,7 @@ from shm.statistics import (
     RESPONSE_WORDS,
     RESPONSES,
     RETRIED,
+    STARTED,
     SUCCESS,
     StatisticsPage,
 )
@@ -62,14 +70,17 @@ Owner = tuple[str, int]  # (model, version), or (worker key, 0)
 class StatisticsBlocks:
     """Gives out the blocks of one page."""
 
-    __slots__ = ("_blocks", "_free", "_lost", "_owners", "page")
+    __slots__ = ("_blocks", "_free", "_lost", "_owners", "cached_before", "page")
 
     def __init__(self, page: StatisticsPage) -> None:
         self.page = page
         self._free = list(range(BLOCKS - 1, -1, -1))
         self._blocks: dict[Owner, dict[str, list[int]]] = {}  # by the worker that writes to them
         self._owners: dict[int, Owner] = {}
-        self._lost: dict[Owner, int] = {}  # not in a block, which only a worker writes, and that worker is dead
+        self.cached_before: Counter[int] = Counter()  # by word of CACHE_COUNTERS: of workers that are gone
+        self._lost: dict[
+            Owner, tuple[int, int]
+        ] = {}  # count and ns; not in a block, which only a worker writes, and that worker is dead
 
     def has_room(self, owner: Owner, count: int, worker: str = "") -> bool:
         """Would `take` succeed?"""
@@ -117,15 +128,30 @@ class StatisticsBlocks:
             self._free.append(block)
         return blocks
 
+    def give_back_worker(self, key: str) -> None:
+        """Forget a worker that is gone. What its response cache has counted goes on counting."""
+        words = self.of_worker(key)
+        for word in CACHE_COUNTERS:
+            self.cached_before[word] += words[word]
+        self.give_back((key, 0))
+
     def owner(self, block: int) -> Owner:
         """Whose block it is."""
         return self._owners[block]
 
-    def lost(self, model: str, version: int) -> None:
-        """A request that ran failed with its worker. Counts as a failure of the model, if that is still known."""
+    def lost(self, model: str, version: int, worker: str, now_ns: int) -> None:
+        """A request that ran failed with its worker. Counts as a failure of the model, if that is still known.
+
+        Call it before `abandon`. Like any failure it took as long as the run that failed. Of several that ran at once
+        the page does not say which was whose, so the longest counts; of none (a decoupled model that had been given
+        its requests, an ensemble between steps) when it began is known nowhere outside of the dead process.
+        """
         owner = (model, version)
         if owner in self._blocks:
-            self._lost[owner] = self._lost.get(owner, 0) + 1
+            runs = (self.page.block(block) for block in self._blocks[owner].get(worker, ()))
+            took_ns = max((now_ns - words[STARTED] for words in runs if words[BATCH]), default=0)
+            count, total_ns = self._lost.get(owner, (0, 0))
+            self._lost[owner] = count + 1, total_ns + max(0, took_ns)
 
     def abandon(self, blocks: Sequence[int]) -> None:
         """The process that wrote these blocks is dead: nothing runs there and nothing is queued."""
@@ -133,6 +159,17 @@ class StatisticsBlocks:
             self.page.words[block * BLOCK + BATCH] = 0
             self.page.words[block * BLOCK + PENDING] = 0
             self.page.words[block * BLOCK + LASTING] = 0
+
+    def at_work(self, blocks: Iterable[int]) -> bool:
+        """Does something wait or run in one of these blocks?"""
+        words = self.page.words
+        return any(words[block * BLOCK + at] for block in blocks for at in (BATCH, PENDING, LASTING))
+
+    def abandon_worker(self, key: str) -> None:
+        """Its process is gone and no other one is to come: what it had shows no more. Counters stay."""
+        words = self.of_worker(key)
+        for word in (IN_FLIGHT, CACHE_SIZE, CACHE_USED, CACHE_ENTRIES, GPU_OPEN_BYTES, PINNED_BYTES):
+            words[word] = 0
 
     def busy(self, model: str, version: int) -> bool:
         """Does one of its requests wait or run?"""
@@ -160,6 +197,7 @@ class StatisticsBlocks:
         ran, hits, executions = total(SUCCESS), total(CACHE_HITS), total(EXECUTIONS)
         hit_ns = total(CACHE_HIT_NS)
         durations = {name: total(word) for name, word in _DURATIONS}
+        lost, lost_ns = self._lost.get((model, version), (0, 0))
         return {
             "name": model,
             "version": str(version),
@@ -168,7 +206,7 @@ class StatisticsBlocks:
             "execution_count": executions,
             "inference_stats": {
                 "success": _duration(ran + hits, sum(durations.values()) + hit_ns),
-                "fail": _duration(total(FAIL) + self._lost.get((model, version), 0), total(FAIL_NS)),
+                "fail": _duration(total(FAIL) + lost, total(FAIL_NS) + lost_ns),
                 **{name: _duration(ran, ns) for name, ns in durations.items()},
                 "queue": _duration(ran + hits, durations["queue"]),  # of hits 0 ns, but counted, as in Triton
                 "cache_hit": _duration(hits, hit_ns),

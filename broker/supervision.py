@@ -20,6 +20,7 @@ TRUNCATED_REGIONS = 3  # of one session within BLAME_WINDOW_NS
 PING_EVERY_S = 5.0
 PING_LIMIT_S = 30.0
 STOOD_STILL_NS = 1_000_000_000  # four looks for hangs that did not take place
+REST_AFTER_S = 60.0  # without anything to serve: then a worker's process ends, until it is wanted again
 PING_STEP_NS = 1_000_000_000  # between two looks there may be more only if the broker itself stood still
 
 Load = tuple[str, int, int]  # model, version, generation
@@ -209,3 +210,22 @@ class Pulse:
             return False
         self._asked_ns = now_ns
         return True
+
+
+@final
+class Idleness:
+    """For how long a worker has served nothing, as looks at it have shown."""
+
+    __slots__ = ("_limit_ns", "_since_ns")
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_ns = int(limit_s * 1e9)
+        self._since_ns: int | None = None  # None: the latest look found it at work
+
+    def is_long(self, idle: bool, now_ns: int) -> bool:
+        """Has every look for longer than the limit found it `idle`? Called at every look."""
+        if not idle:
+            self._since_ns = None
+        elif self._since_ns is None:
+            self._since_ns = now_ns
+        return self._since_ns is not None and now_ns - self._since_ns > self._limit_ns

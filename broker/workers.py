@@ -16,13 +16,14 @@ from typing import final
 from broker.coroner import PlanBook
 from broker.desired_state import LOADS, STOPPING
 from broker.logical_worker import Worker
-from broker.repository.placement import gpu_of
+from broker.repository.placement import DEFAULT, gpu_of
 from broker.repository.scheduling import Allowance
 from broker.statistics_blocks import StatisticsBlocks
 from broker.supervision import (
     PING_EVERY_S,
     PING_LIMIT_S,
     REFUSAL_NS,
+    REST_AFTER_S,
     HangWatch,
     Offenders,
     Running,
@@ -77,6 +78,7 @@ class Workers:
         "ping_limit_s",
         "plans",
         "rate_limit",
+        "rest_after_s",
     )
 
     def __init__(
@@ -90,10 +92,12 @@ class Workers:
         entry: str = WORKER_ENTRY,
         ping_every_s: float = PING_EVERY_S,
         ping_limit_s: float = PING_LIMIT_S,
+        rest_after_s: float = REST_AFTER_S,
     ) -> None:
         """`model_loads`: at a time in one worker. `cache_byte_size`: of each worker's response cache (0: none).
         `rate_limit`: what there is of each resource, per worker (None: no rate limiter). `entry`: the module whose
-        `main(link)` is a worker's life. `ping_limit_s`: of silence, then it is killed.
+        `main(link)` is a worker's life. `ping_limit_s`: of silence, then it is killed. `rest_after_s`: without anything
+        to serve, then its process ends.
         """
         self.blocks = blocks
         self.model_load_deaths = model_load_deaths
@@ -102,6 +106,7 @@ class Workers:
         self.rate_limit = rate_limit
         self.ping_every_s = ping_every_s
         self.ping_limit_s = ping_limit_s
+        self.rest_after_s = rest_after_s
         self.gpu_uuid: Callable[[int], str] = _no_gpu  # of an ordinal; raises InferError
         self.plans: PlanBook | None = None
         self.on_channel_broken: Callable[[int, str], None] = _ignore
@@ -212,6 +217,10 @@ class Workers:
                     owners[block] = worker
                     busy = True
             worker.look_after(busy, now_ns)
+            if worker.key != DEFAULT and worker.let_rest(self.blocks.at_work(worker.instances), now_ns):
+                del self._workers[worker.key]
+                worker.forget()
+                self.blocks.give_back_worker(worker.key)
         for hung in self._hangs.sample(running, now_ns):
             batch, ran_s = words[hung.block * BLOCK + BATCH], (now_ns - hung.started_ns) / 1e9
             limit_s = hang_limit_s(hung.expected_ns, hung.hang_timeout_s)

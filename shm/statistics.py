@@ -59,6 +59,7 @@ RECOVERED = 7
 CACHE_SIZE, CACHE_USED, CACHE_ENTRIES = 8, 9, 10  # the response cache: bytes it may take, bytes and entries in it now
 CACHE_EVICTIONS, CACHE_ALL_HITS, CACHE_ALL_MISSES = 11, 12, 13
 CACHE_LOOKUP_NS, CACHE_INSERTION_NS = 14, 15
+CACHE_COUNTERS = (CACHE_EVICTIONS, CACHE_ALL_HITS, CACHE_ALL_MISSES, CACHE_LOOKUP_NS, CACHE_INSERTION_NS)
 GPU_OPENS, GPU_CLOSES, GPU_EVICTIONS = 16, 17, 18  # of clients' allocations on GPUs (`broker.worker.cuda.regions`)
 GPU_OPEN_BYTES, PINNED_BYTES = 19, 20  # of those now open; of host regions that a GPU reads and writes by itself
 GPU_WAITS, GPU_WAIT_NS = 21, 22  # requests whose producer's stream was not done yet, and how long it was waited for

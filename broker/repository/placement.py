@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from broker.repository.config import InstanceGroup, ModelConfig
 
 CPU = "cpu"
+DEFAULT = f"{CPU}/default"
 
 
 def gpu_of(worker: str) -> int | None:

@@ -108,7 +108,7 @@ def test_failures_have_tritons_reasons(parts: Parts) -> None:
     page[words.LATENCY + 1] = 7
     (model,) = parts.document()["models"]
     assert model["failures"] == {"REJECTED": 4, "CANCELED": 3, "BACKEND": 3, "OTHER": 2}
-    parts.blocks.lost("m", 1)
+    parts.blocks.lost("m", 1, "", 0)
     assert parts.document()["models"][0]["failures"]["BACKEND"] == 4, "its worker ended"
     assert (model["latency"][1], model["load_s"]) == (7, 0.5)
 

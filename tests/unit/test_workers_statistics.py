@@ -53,15 +53,50 @@ def test_no_room_is_said_with_numbers_and_changes_nothing(blocks):
 
 
 def test_requests_that_ended_with_their_worker_are_failures_of_their_model(blocks):
-    blocks.lost("m", 1)
-    blocks.take(("m", 1), 1)
-    blocks.take(("m", 2), 1)
-    blocks.lost("m", 1)
-    blocks.lost("m", 1)
+    blocks.lost("m", 1, "w", 10)
+    blocks.take(("m", 1), 1, "w")
+    blocks.take(("m", 2), 1, "w")
+    blocks.lost("m", 1, "w", 20)
+    blocks.lost("m", 1, "w", 30)
     assert [blocks.model_stats("m", version)["inference_stats"]["fail"]["count"] for version in (1, 2)] == [2, 0]
     blocks.give_back(("m", 1))
     blocks.take(("m", 1), 1)
     assert blocks.model_stats("m", 1)["inference_stats"]["fail"]["count"] == 0
+
+
+def test_a_request_that_ended_with_its_worker_took_as_long_as_the_run_that_it_was_in(blocks):
+    idle, young, old = (blocks.page.block(block) for block in blocks.take(("m", 1), 3, "w"))
+    (elsewhere,) = (blocks.page.block(block) for block in blocks.take(("m", 1), 1, "v"))
+    for page, batch, started in ((idle, 0, 10), (young, 1, 400), (old, 2, 300), (elsewhere, 1, 20)):
+        page[words.BATCH], page[words.STARTED] = batch, started
+    young[words.FAIL], young[words.FAIL_NS] = 1, 7
+    blocks.lost("m", 1, "w", 1000)
+    assert blocks.model_stats("m", 1)["inference_stats"]["fail"] == {"count": 2, "ns": 707}
+    blocks.abandon(blocks.take(("m", 1), 3, "w"))
+    blocks.lost("m", 1, "w", 2000)
+    blocks.lost("m", 1, "w", 0)
+    assert blocks.model_stats("m", 1)["inference_stats"]["fail"] == {"count": 4, "ns": 707}
+
+
+def test_a_worker_that_is_gone_gives_its_block_back_and_its_cache_goes_on_counting(blocks):
+    page = blocks.of_worker("w")
+    page[words.CACHE_ALL_HITS], page[words.CACHE_USED], page[words.IN_FLIGHT] = 3, 100, 2
+    blocks.abandon_worker("w")
+    assert (page[words.CACHE_ALL_HITS], page[words.CACHE_USED], page[words.IN_FLIGHT]) == (3, 0, 0)
+    blocks.give_back_worker("w")
+    assert blocks.cached_before[words.CACHE_ALL_HITS] == 3
+    assert len(blocks.take(("m", 1), BLOCKS)) == BLOCKS
+    assert not any(page)
+
+
+def test_what_waits_or_runs_in_blocks_is_seen(blocks):
+    taken = blocks.take(("m", 1), 3)
+    assert not blocks.at_work(taken)
+    for word in (words.BATCH, words.PENDING, words.LASTING):
+        blocks.page.block(taken[2])[word] = 1
+        assert blocks.at_work(taken)
+        assert not blocks.at_work(taken[:2])
+        blocks.page.block(taken[2])[word] = 0
 
 
 def test_given_back_blocks_are_zero_when_taken_again(blocks):

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from broker.supervision import (
     BLAME_WINDOW_NS,
     BackOff,
     HangWatch,
+    Idleness,
     LoadDeaths,
     Offenders,
     Pulse,
@@ -196,3 +199,31 @@ def test_truncations_long_ago_or_of_the_same_region_do_not_count():
     truncations = Truncations()
     assert [truncations.region(1, region, region * 31 * S) for region in range(1, 9)] == [False] * 8
     assert [truncations.region(2, 1, at) for at in range(4)] == [False] * 4
+
+
+def test_idleness_is_long_when_every_look_of_that_time_found_nothing():
+    idleness = Idleness(60.0)
+    assert not idleness.is_long(True, 0)
+    assert not idleness.is_long(True, 60 * S)
+    assert idleness.is_long(True, 60 * S + 1)
+    assert idleness.is_long(True, 61 * S), "until it is at work again"
+    assert not idleness.is_long(False, 62 * S)
+    assert not idleness.is_long(True, 122 * S)
+    assert not idleness.is_long(False, 181 * S)
+    assert not idleness.is_long(True, 300 * S)
+
+
+def test_idleness_over_random_looks():
+    choice = random.Random(5)
+    for _ in range(200):
+        idleness, looks, now_ns = Idleness(1.0), [(False, 0)], 0
+        for _ in range(50):
+            now_ns += choice.randrange(S // 2)
+            looks.append((choice.random() < 0.9, now_ns))
+            idle_since = next((at for idle, at in _since_work(looks)), now_ns)
+            assert idleness.is_long(*looks[-1]) == (looks[-1][0] and now_ns - idle_since > S)
+
+
+def _since_work(looks):
+    last = max(at for at, (idle, _) in enumerate(looks) if not idle)
+    return looks[last + 1 :]
