@@ -81,12 +81,13 @@ class AsyncClient(StaysHere):
         *,
         slots: int = 1024,
         timeout: float = 30,
+        alone: bool = False,
         on_notice: Callable[[Message], None] | None = None,
     ) -> AsyncClient:
         """A client on a session that is connected already, as the broker gives one to a gateway. Takes `sock` over.
 
         It never reconnects: when the session has ended, `lost` is set and the client is closed. `on_notice` is given
-        what the broker says unasked: `Exiting`, `Goodbye`.
+        what the broker says unasked: `Exiting`, `Goodbye`. `alone`: there is no other gateway.
         """
         client = cls("the other end of its socket", whole(slots, "slots", 1, MAX_SLOTS))
         sock.setblocking(False)
@@ -97,7 +98,7 @@ class AsyncClient(StaysHere):
             session.close()
             raise
         # Gateways answer for clients that know of one broker only: the steps of a sequence may come by several of them.
-        client.native.link = Link(client.native.lose, session, LoopLanes(), Homes(shared=True))
+        client.native.link = Link(client.native.lose, session, LoopLanes(), Homes(shared=True, alone=alone))
         return client
 
     async def call(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import final
 
@@ -24,13 +25,15 @@ class Homes:
     It is also known after END: that step may have to be sent again, or may never have been sent.
 
     `shared`: its steps may come through other processes, as those of gateways do. Where none has come through this one,
-    its id decides, and not in which order or in what company the workers are named.
+    its id decides, and not in which order or in what company the workers are named. `alone`: only through one that
+    comes after this one. Then a START need not wait for a worker that is being replaced: this process knows of it.
     """
 
-    __slots__ = ("_counts", "_ended", "_homes", "_lock", "_shared")
+    __slots__ = ("_alone", "_counts", "_ended", "_homes", "_lock", "_shared")
 
-    def __init__(self, *, shared: bool = False) -> None:
+    def __init__(self, *, shared: bool = False, alone: bool = False) -> None:
         self._shared = shared
+        self._alone = alone
         self._lock = threading.Lock()
         self._homes: OrderedDict[_Key, str] = OrderedDict()
         self._ended: OrderedDict[_Key, str] = OrderedDict()
@@ -49,14 +52,17 @@ class Homes:
 
         A sequence keeps a slot of its worker's instances, whether steps of it run just now or not. One that begins anew
         stays where it was, if that is up: there its START ends what it had before, which would keep its slot elsewhere.
+        With several gateways it goes where all of them will look for it, and waits there if it must.
         """
         key = model, sequence_id
         with self._lock:
             before = self._forget(key)
-            if self._shared:
+            if self._shared and not self._alone:
                 home = _by_id(sequence_id, workers)
             elif before in up:
                 home = before
+            elif self._shared:
+                home = _by_id(sequence_id, up)
             else:
                 home = min(up, key=lambda worker: self._counts[model, worker])
             while len(self._homes) >= MAX_HOMES:
@@ -89,6 +95,6 @@ class Homes:
         return home
 
 
-def _by_id(sequence_id: int, workers: tuple[str, ...]) -> str:
+def _by_id(sequence_id: int, workers: Sequence[str]) -> str:
     """The same for every choice of workers that has it: each id ranks all workers that there can be in its own way."""
     return max(workers, key=lambda worker: blake2b(f"{sequence_id} {worker}".encode(), digest_size=8).digest())

@@ -143,8 +143,9 @@ class Gateway:
         """Serve until the broker has had enough. Returns the exit status."""
         loop = asyncio.get_running_loop()
         importing = loop.run_in_executor(None, load, self._options)  # a second of it, while the broker loads models
+        alone = self._options.gateways == 1
         adopting = loop.create_task(
-            AsyncClient.adopt(sock, slots=SLOTS, timeout=WELCOME_S, on_notice=self._notice), name="adopt"
+            AsyncClient.adopt(sock, slots=SLOTS, timeout=WELCOME_S, alone=alone, on_notice=self._notice), name="adopt"
         )
         await _first(asyncio.wait((adopting,)), self._exiting.wait())
         if not adopting.done() or isinstance(adopting.exception(), InferError):

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from broker.repository.config import ModelConfig, RemoteMember
 from broker.worker.ensembles.remote.channel import Sends
 from broker.worker.ensembles.remote.elsewhere import Elsewhere, SpreadEnsemble
+from broker.worker.ensembles.remote.homes import StepHomes
 from broker.worker.ensembles.remote.memory import SharedMemory
 from broker.worker.model import LoadedModel
 from broker.worker.plans import Plan, adopt
@@ -31,6 +32,7 @@ class Session:
 
     def __init__(self, bench: SpreadBench) -> None:
         self._bench = bench
+        self.homes = StepHomes()
         self._words = itertools.count(1)
         self.plans: dict[int, messages.PrepareStep] = {}
         self.regions: set[str] = set()

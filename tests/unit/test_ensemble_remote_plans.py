@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from broker.repository.scheduling import Step
+from broker.worker.ensembles.remote import homes
 from broker.worker.ensembles.remote import pool as ensemble_remote_pool
+from broker.worker.ensembles.remote.homes import StepHomes
 from broker.worker.ensembles.remote.plans import AGAIN_NS, Bound, least_of
 from shm import messages
 from shm.errors import Code, InferError
@@ -40,6 +42,7 @@ class Session:
         self.calls: list[tuple[Any, Callable[..., None]]] = []
         self.let_go: list[int] = []
         self.plans = 1
+        self.homes = StepHomes()
 
     def lane(self, worker: str, streams: bool = False) -> Lane:
         return self.lanes[worker]
@@ -138,13 +141,31 @@ def test_while_its_only_worker_is_being_replaced_another_is_asked_and_waited_for
 
 def test_steps_of_a_sequence_have_one_home(session):
     plan = bound(session, A, B, C)
-    homes = {number: plan.home(number).worker for number in range(9)}
+    homes = {number: plan.home(number, True, 1, number).worker for number in range(9)}
     assert set(homes.values()) == {A, B, C}
     session.answer()
     assert {session.answer(), session.answer()} == {B, C}
     session.lanes[A].cost = 10**9
-    assert {number: plan.home(number).worker for number in range(9)} == homes
+    assert {number: plan.home(number, False, 1, number).worker for number in range(9)} == homes
     assert plan.word(A) == plan.word(B) == plan.word(C) == WORD
+
+
+def test_a_sequence_does_not_begin_at_a_worker_that_is_being_replaced(session, monkeypatch):
+    monkeypatch.setattr(homes, "MAX_STRAYS", 3)
+    plan, later = bound(session, A, B, C), bound(session, A, B, C)
+    session.lanes[B].cost = None
+    assert {plan.home(number, True, 1, turn).worker for turn, number in enumerate((1, 4, 7))} == {A, C}
+    begun = {number: plan.home(number, False, 1, number).worker for number in range(9)}
+    assert set(begun.values()) == {A, C}
+    session.lanes[B].cost = 1000
+    assert {number: later.home(number, False, 1, 0).worker for number in range(9)} == begun, "by other plans, too"
+    assert later.home(4, True, 1, 0).worker == begun[4], "there its START ends what it had before"
+    assert later.home(10, True, 1, 0).worker == B
+    session.lanes[A].cost = session.lanes[B].cost = None
+    assert (plan.home(13, True, 1, 0).worker, plan.home(13, False, 1, 0).worker) == (C, C)
+    assert plan.home(1, False, 1, 0).worker == B, "those that began first are forgotten first"
+    session.lanes[C].cost = None
+    assert plan.home(16, True, 1, 0).worker == B, "where none is up, any is waited for"
 
 
 def test_what_is_let_go_is_let_go_once(session):

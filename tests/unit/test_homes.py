@@ -54,6 +54,18 @@ def test_where_steps_come_by_several_processes_the_id_decides_in_whatever_compan
     assert {number: one.find("m", number, (C, B)) for number in begun} == begun, "the first step has decided"
 
 
+def test_the_only_gateway_begins_no_sequence_where_a_worker_is_being_replaced() -> None:
+    only, next_one, one_of_two = Homes(shared=True, alone=True), Homes(shared=True, alone=True), Homes(shared=True)
+    usual = {number: Homes(shared=True).find("m", number, ALL) for number in range(1, 100)}
+    begun = {number: only.begin("m", number, ALL, [C, B]) for number in usual}
+    assert set(begun.values()) == {B, C}
+    assert {number: only.find("m", number, ALL) for number in begun} == begun, "its steps follow"
+    assert {number: only.begin("m", number, ALL, [A, B, C]) for number in begun} == begun, "there its START ends it"
+    known = {number for number, home in usual.items() if home != A}
+    assert {number: next_one.find("m", number, ALL) for number in known} == {number: begun[number] for number in known}
+    assert {number: one_of_two.begin("m", number, ALL, [C, B]) for number in usual} == usual, "others look there"
+
+
 class Asked:
     """A procedure of the client, answered here: `refusals` by worker."""
 

@@ -34,6 +34,7 @@ from broker.worker.plans import Plan
 from shm import statistics
 from shm.admission import Request
 from shm.errors import Code, InferError
+from shm.layout import SEQUENCE_START
 from shm.parameters import key_of
 
 MAX_RUNS = 1024  # requests under way at a time: each has plans in the other workers
@@ -137,7 +138,8 @@ class SpreadEnsemble(Ensemble):
     def send(self, run: SpreadRun, step: Request, bound: Bound) -> None:
         """Let a step go to a worker that serves its member."""
         number = step.sequence_id and step.sequence_id + run.owner
-        lane = bound.home(number) if number else bound.choose(*self.now_and_turn())
+        at = self.now_and_turn()
+        lane = bound.home(number, bool(step.flags & SEQUENCE_START), *at) if number else bound.choose(*at)
         if bound.places is None:
             lane.submit(RemoteStep(run, step, lane, bound))
         else:

@@ -42,6 +42,7 @@ class Bound:
         "_error",
         "_first",
         "_lock",
+        "_member",
         "_memory",
         "_refused",
         "_released",
@@ -70,6 +71,7 @@ class Bound:
         self._lock = threading.Lock()  # of what follows
         self._workers = workers
         self._first = message.plan.worker
+        self._member = message.plan.model
         self._word = 0
         self._at: tuple[str, ...] = ()  # where it is bound
         self._asked: set[str] = set()  # where it is about to be
@@ -107,9 +109,15 @@ class Bound:
                 self._bind_at((best.worker,), wait=True)
         return best or lanes[turn % len(lanes)]
 
-    def home(self, number: int) -> Lane:
-        """The lane for a step of a sequence: the same for all of them, and after a death of this worker."""
-        worker = self._workers[number % len(self._workers)]
+    def home(self, number: int, start: bool, now: int, turn: int) -> Lane:
+        """The lane for a step of a sequence: the same for all of them. `start`: it begins, at a worker that is up."""
+        homes, workers = self._session.homes, self._workers
+        worker = homes.find(self._member, number, workers)
+        if start and len(workers) > 1 and self._lane(worker).cost_ns(now) is None:
+            best = least_of([self._lane(each) for each in workers], now, turn)
+            if best is not None:
+                worker = best.worker
+                homes.stray(self._member, number, worker)
         if worker != self._first and worker not in self._at:
             self._bind_at((worker,), wait=True)
         return self._lane(worker)

@@ -22,6 +22,7 @@ from typing import NamedTuple, final
 from msgspec.structs import replace
 
 from broker.worker.ensembles.remote.channel import Lane
+from broker.worker.ensembles.remote.homes import StepHomes
 from shm import messages, sockets
 from shm.admission import Verdict
 from shm.client_channel import ClientChannel
@@ -58,6 +59,7 @@ class StepSession:
     """`ask` has the broker make a session, which comes by `connected`."""
 
     def __init__(self, ask: Callable[[], None]) -> None:
+        self.homes = StepHomes()
         self._ask = ask
         self._asked = 0
         self._lock = threading.Lock()  # of the next four, and of starting
