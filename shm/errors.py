@@ -122,7 +122,7 @@ def described(error: BaseException) -> str:
     """An exception that is no `InferError` as users read it, even if its own `__str__` fails."""
     try:
         text = str(error).strip()
-    except Exception:
+    except BaseException:
         text = "its text cannot be had, its __str__ failed"
     return f"{type(error).__name__}: {text}"
 

@@ -13,7 +13,7 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
-from broker.worker.backends import Binding, Operand
+from broker.worker.backends import OWN_CODE, Binding, Operand
 from broker.worker.counting import follow
 from broker.worker.model import Instance, LoadedModel
 from broker.worker.plans import PlacedTensor, Plan
@@ -208,7 +208,8 @@ def check_rows(model: LoadedModel, name: str, array: npt.NDArray[np.generic], ro
 
 def results_of(model: LoadedModel, binding: Binding, wanted: int) -> list[npt.NDArray[np.generic]]:
     """What a run made of the `wanted` outputs that have no memory. Raises InferError INTERNAL for another number."""
-    results = binding.results()
+    with OWN_CODE:
+        results = binding.results()
     if results is None and wanted:
         raise InferError(
             Code.INTERNAL,

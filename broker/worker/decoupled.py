@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from broker.worker.answers import Answers
 from broker.worker.assembly import StatesSent, name_sequence
-from broker.worker.backends import Operand, bind
+from broker.worker.backends import OWN_CODE, Operand, bind
 from broker.worker.binding import results_of
 from broker.worker.given import of_rows
 from broker.worker.model import Instance
@@ -95,10 +95,11 @@ def _execute(instance: Instance, live: Streams, given: list[Stream]) -> None:
     batches = [given] if execute is not None else [[stream] for stream in given]
     for streams in batches:
         try:
-            if execute is not None:
-                execute(streams)
-            else:
-                _run_once(instance, live, *streams)
+            with OWN_CODE:
+                if execute is not None:
+                    execute(streams)
+                else:
+                    _run_once(instance, live, *streams)
         except Exception as error:
             complain(instance.model.config, error)
             failure = _described(error)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from broker.worker.backends import Binding, gives_parameters
+from broker.worker.backends import OWN_CODE, Binding, gives_parameters
 from broker.worker.model import LoadedModel
 from shm.admission import Request
 from shm.errors import Code, InferError
@@ -38,7 +38,8 @@ def said(model: LoadedModel, binding: Binding, rows: Sequence[Request | None]) -
 
 def of_rows(model: LoadedModel, binding: Binding, sizes: Sequence[int]) -> list[Mapping[str, Any]]:
     """What the run gave for each request; `sizes`: their rows in the order of the batch, 0 is one."""
-    given = binding.response_parameters() if gives_parameters(binding) else None
+    with OWN_CODE:
+        given = binding.response_parameters() if gives_parameters(binding) else None
     if given is None or isinstance(given, Mapping):
         return [given or {}] * len(sizes)
     total = sum(size or 1 for size in sizes)

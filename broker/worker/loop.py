@@ -261,7 +261,7 @@ class Loop:
         instance.begin(rows, began)
         try:
             execution.run()
-        except Exception:
+        except BaseException:
             instance.end(rows, 0)  # the attempt counts for nothing, and what follows may fail before it runs
             run_batch(instance, [request])  # tells the ways of failing apart
             channel.complete((request,))

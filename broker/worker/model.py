@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, final
@@ -29,10 +30,11 @@ from broker.worker.rate_limiter import Claim
 from broker.worker.reshape import reshapes
 from broker.worker.sequence_endings import Endings, tell, wants
 from broker.worker.sequences import Sequences
+from broker.worker.tracebacks import complain
 from broker.worker.warm_up import warm_up
 from shm import statistics
 from shm.admission import Verdict
-from shm.errors import Code
+from shm.errors import Code, described
 from shm.parameters import Parameter
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ MAX_KINDS = 32  # of batches, each with memory and bindings of its own
 RECHECK = 100  # batches after which it is looked at again whether batching has come to pay
 LONG_NS = 2_000_000  # a run this long does not feel what a run of its own costs a request: 50 to 100 µs
 _numbers = itertools.count(1)
+_log = logging.getLogger(__name__)
 
 
 def not_loaded(model: str) -> Verdict:
@@ -100,12 +103,16 @@ class Instance(Counted):
         self.buffers[key] = buffers
 
     def close(self) -> None:
-        """Give the runtime's memory back, and the instance's own."""
+        """Give the runtime's memory back, and the instance's own. What its backend raises is for the log."""
         if self.model.runner is not None:
             self.model.runner.forget(self)
         self.buffers.clear()
         self._scratch.clear()
-        self.runtime.close()
+        try:
+            self.runtime.close()
+        except BaseException as error:
+            _log.error("model '%s': close of its backend raised %s", self.model.name, described(error))
+            complain(self.model.config, error)
 
     def bind(
         self, inputs: list[Operand], outputs: list[Operand], rows: int, parameters: Mapping[str, Parameter]

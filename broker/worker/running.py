@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from broker.worker.backends import OWN_CODE
 from broker.worker.model import Instance
 from broker.worker.plans import Plan
 from broker.worker.tracebacks import complain
@@ -22,7 +23,8 @@ def run_watched(instance: Instance, run: Callable[[], None], rows: int, began: i
     """Run with the hang watch on; returns when it ended."""
     instance.begin(rows, began)
     try:
-        run()
+        with OWN_CODE:
+            run()
     finally:
         ended = _now()
         instance.end(rows, ended - began)
@@ -31,10 +33,11 @@ def run_watched(instance: Instance, run: Callable[[], None], rows: int, began: i
 
 def fail(instance: Instance, request: Request, error: Exception, began: int) -> None:
     """Give the request its bad ending, in one line, and count it."""
+    if not (isinstance(error, InferError) and isinstance(error.__cause__, Exception)):
+        complain(instance.model.config, error)
     if isinstance(error, InferError):
         request.fail(Code[error.code], error.message)
     else:
-        complain(instance.model.config, error)
         request.fail(Code.INTERNAL, described(error).splitlines()[0])
     instance.block[statistics.FAIL] += 1
     instance.block[statistics.FAIL_NS] += _now() - began

@@ -139,7 +139,7 @@ def tell(instance: Instance, endings: Sequence[Ending]) -> None:
         for each in endings:
             try:
                 ended(each.which, each.reason)
-            except Exception as error:
+            except BaseException as error:
                 complain(instance.model.config, error)
     finally:
         instance.end(1, 0)

@@ -74,6 +74,35 @@ def load(context):
 """
 )
 
+# What is no `Exception` would end the thread that it is raised in, and with it the worker.
+EXITS = """
+import asyncio, sys
+import numpy as np
+
+RAISED = {1: SystemExit(3), 2: KeyboardInterrupt("mine"), 3: asyncio.CancelledError(), 4: SystemExit()}
+
+def load(context):
+    return Model()
+
+class Model:
+    def bind(self, inputs, outputs):
+        run = Run()
+        run.x, run.y = (operand.memory.view(np.float32) for operand in (*inputs, *outputs))
+        if run.x[0] == 9:
+            sys.exit("from bind")
+        return run
+
+    def close(self):
+        sys.exit("from close")
+
+class Run:
+    def run(self):
+        if self.x[0] in RAISED:
+            raise RAISED[self.x[0]]  # here
+        self.y[:] = self.x
+"""
+EXITING_STREAMS = STREAMS.replace('raise ZeroDivisionError("no way")', 'raise SystemExit("no way")')
+
 
 def test_tracebacks_of_own_code_are_in_the_log_and_nowhere_else(tmp_path: Path) -> None:
     root = tmp_path / "models"
@@ -127,4 +156,44 @@ def test_whatever_own_code_raises_is_an_answer(tmp_path: Path) -> None:
         assert told[1].startswith("ValueError: xxxx")
         for version, text in enumerate(told, 1):
             assert f"failed to load 'loads' version {version}: {text[:100]}" in broker.log()
+        assert all(worker["restarts"] == 0 for worker in broker.status()["workers"]), broker.log()
+
+
+def test_own_code_that_exits_ends_its_request_and_nothing_else(tmp_path: Path) -> None:
+    root = tmp_path / "models"
+    in_place = 'parameters { key: "zero_copy_inputs" value { string_value: "all" } }\n'
+    (models.write_model(root, "exits", config=CONFIG + in_place) / "backend.py").write_text(EXITS)
+    decoupled = CONFIG + "model_transaction_policy { decoupled: true }\n"
+    (models.write_model(root, "streams", config=decoupled) / "backend.py").write_text(EXITING_STREAMS)
+    with Broker(root, tmp_path / "run", "--model-control-mode=explicit", "--load-model=*") as broker:
+        broker.ready()
+        with clientlib.connect(f"ipc://{broker.directory}") as client:
+            x, y = client.create_region("x", 4096), client.create_region("y", 4096)
+            plan = client.prepare("exits", {"x": x.tensor((1,), "FP32")}, {"y": y.tensor((1,), "FP32")})
+            number = x.array((1,), np.float32)
+
+            def told(of: int) -> str:
+                number[:] = of
+                with pytest.raises(clientlib.InferError) as raised:
+                    plan.infer(timeout=30)
+                assert raised.value.code == "INTERNAL"
+                return raised.value.message
+
+            assert told(9) == "SystemExit: from bind"
+            for _ in range(20):  # runs that have been measured run on the leader's own thread, right from the channel
+                number[:] = 7
+                assert plan.infer(timeout=30)["y"].tolist() == [7]
+            texts = ["SystemExit: 3", "KeyboardInterrupt: mine", "CancelledError:", "SystemExit:"]
+            assert [told(of).strip() for of in (1, 2, 3, 4)] == texts
+            with (
+                pytest.raises(clientlib.InferError, match=r"SystemExit: no way$"),
+                client.stream("streams", {"x": np.ones(1, np.float32)}) as responses,
+            ):
+                list(responses)
+            client.unload("exits")
+            eventually(lambda: "close of its backend raised SystemExit: from close" in broker.log(), "it is closed")
+            client.load("exits")
+            number[:] = 7
+            assert plan.infer(timeout=30)["y"].tolist() == [7]
+        assert "model 'exits' raised SystemExit" in broker.log(), "with its traceback, once"
         assert all(worker["restarts"] == 0 for worker in broker.status()["workers"]), broker.log()

@@ -13,7 +13,7 @@ import importlib.util
 import inspect
 import os
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeGuard, final
 
 import numpy as np
@@ -64,6 +64,23 @@ class Operand(NamedTuple):
     shape: tuple[int, ...]
     memory: npt.NDArray[np.uint8] | None
     gpu: OnGpu | None = None
+
+
+class _OwnCode:
+    """Around a call of a backend's code. It may raise what ends a thread and is no `Exception`: `sys.exit` in a library
+    that was written for a command line, `asyncio.CancelledError`. That ends the request like any exception, and not the
+    worker with everybody's. KeyboardInterrupt, too: workers get no SIGINT, so it is the backend's own.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is not None and not isinstance(error, Exception):
+            raise InferError(Code.INTERNAL, described(error).splitlines()[0]) from error
+
+
+OWN_CODE: Final = _OwnCode()
 
 
 class Reshaped(InferError):
@@ -221,10 +238,11 @@ def bind(
     runtime: RuntimeModel, inputs: list[Operand], outputs: list[Operand], parameters: Mapping[str, Parameter] = NOTHING
 ) -> Binding:
     """Have it bind, with the parameters if it wants them."""
-    if reads_parameters(runtime):
-        made = runtime.bind(inputs, outputs, MappingProxyType(parameters))
-    else:
-        made = runtime.bind(inputs, outputs)
+    with OWN_CODE:
+        if reads_parameters(runtime):
+            made = runtime.bind(inputs, outputs, MappingProxyType(parameters))
+        else:
+            made = runtime.bind(inputs, outputs)
     if not callable(getattr(made, "run", None)):
         raise InferError(
             Code.INTERNAL,

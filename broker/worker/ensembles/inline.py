@@ -121,7 +121,7 @@ class Lone:
             instance.begin(rows, began)
             try:
                 execution.run()
-            except Exception:
+            except BaseException:
                 instance.end(rows, 0)  # the attempt counts for nothing
                 self._failed = True
                 return
