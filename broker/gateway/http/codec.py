@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from broker.gateway.http.errors import invalid
+from broker.gateway.http.errors import Misread, invalid
 from broker.gateway.http.json import (
     INT64_MAX,
     INT64_MIN,
@@ -25,10 +25,12 @@ from broker.gateway.http.json import (
     find,
     member,
     parse,
+    shown,
 )
 from broker.gateway.http.tensors import count_elements, read_data, write_data
 from broker.gateway.kserve import Buffer, InferRequest, InferResponse, InputTensor, Parameter, RequestedOutput
 from shm.datatypes import BYTES, element_size
+from shm.errors import Code, shortened
 from shm.message_values import ModelMetadata
 
 HEADER_LENGTH: Final = "Inference-Header-Content-Length"
@@ -37,6 +39,12 @@ RESERVED: Final = frozenset(
 )
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 _STOI: Final = re.compile(r"\s*[+-]?\d+")
+_PARAMETERS: Final = frozenset(
+    (
+        *("binary_data", "binary_data_size", "classification"),
+        *("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size"),
+    )
+)
 _CONTENTS: Final = "'data', 'binary_data_size' in 'parameters', 'shared_memory_region' in 'parameters'"
 
 
@@ -70,15 +78,27 @@ def decode(model: str, version: str, body: Buffer, json_length: int, limit: int)
         request.id = as_string(identifier, "Unable to parse 'id': ")
     binary = False
     if (parameters := find(document, "parameters")) is not MISSING:
-        binary = read_parameters(request, as_object(parameters, "failed to get request params.: "))
+        try:
+            binary = read_parameters(request, as_object(parameters, "failed to get request params.: "))
+        except Misread as error:
+            raise error.inside("parameters") from None
     position = json_length
-    for item in as_array(member(document, "inputs", "Unable to parse 'inputs': "), "Unable to parse 'inputs': "):
-        tensor, position = _read_input(item, view, position, model, limit)
+    inputs = as_array(member(document, "inputs", "Unable to parse 'inputs': "), "Unable to parse 'inputs': ")
+    for index, item in enumerate(inputs):
+        try:
+            tensor, position = _read_input(item, view, position, model, limit)
+        except Misread as error:
+            raise _placed(error, "input", index, item) from None
         request.inputs.append(tensor)
     if position != len(view):
         raise invalid(f"unexpected additional input data for model '{model}'")
     if (outputs := find(document, "outputs")) is not MISSING:
-        listed = [_read_output(item) for item in as_array(outputs, "Unable to parse 'outputs': ")]
+        listed = []
+        for index, item in enumerate(as_array(outputs, "Unable to parse 'outputs': ")):
+            try:
+                listed.append(_read_output(item))
+            except Misread as error:
+                raise _placed(error, "output", index, item) from None
         request.outputs = listed or None
     return request, binary
 
@@ -144,7 +164,12 @@ def custom_parameter(name: str, value: Any) -> Parameter:
         return float(value)
     if type(value) in (str, int, bool, float):
         return value  # type: ignore[no-any-return]
-    raise invalid(f"parameter '{name}' has invalid type. It should be either 'int', 'bool', or 'string'.")
+    raise Misread(
+        Code.INVALID_ARG,
+        f"parameter '{name}' has invalid type. It should be either 'int', 'bool', or 'string'.",
+        shortened(name),
+        f"expected a number, a string, true or false, got {shown(value)}",
+    )
 
 
 def forward_headers(request: InferRequest, headers: Iterable[tuple[bytes, bytes]], pattern: re.Pattern[str]) -> None:
@@ -207,6 +232,17 @@ def byte_view(data: Buffer) -> Buffer:
     return data
 
 
+def _placed(error: Misread, kind: str, index: int, item: Any) -> Misread:
+    """`error` in an entry of `inputs` or `outputs`, with the name that the entry gives itself."""
+    place = f"{kind}s[{index}]"
+    if type(item) is not dict:
+        return Misread(error.code, error.message, place, f"expected an object, got {shown(item)}")
+    if error.place in _PARAMETERS:
+        error = error.inside("parameters")
+    name = item.get("name")
+    return error.inside(f"{kind} '{shortened(name)}', {place}" if type(name) is str else place)
+
+
 def _read_input(item: Any, body: memoryview, position: int, model: str, limit: int) -> tuple[InputTensor, int]:
     """One entry of `inputs`, and where the next binary tensor begins."""
     parameters = find(item, "parameters")
@@ -234,7 +270,7 @@ def _read_input(item: Any, body: memoryview, position: int, model: str, limit: i
     return InputTensor(name, datatype, shape, read_data(item["data"], name, datatype, count, limit)), position
 
 
-def _not_one(has_data: bool, has_binary: bool, has_region: bool) -> Exception:
+def _not_one(has_data: bool, has_binary: bool, has_region: bool) -> Misread:
     came = [
         name
         for name, has in (
@@ -245,7 +281,13 @@ def _not_one(has_data: bool, has_binary: bool, has_region: bool) -> Exception:
         if has
     ]
     what = f"set {' '.join(came)}" if came else "no field is set"
-    return invalid(f"Input must set only one of the following fields: {_CONTENTS}. But {what}")
+    return Misread(
+        Code.INVALID_ARG,
+        f"Input must set only one of the following fields: {_CONTENTS}. But {what}",
+        "",
+        "expected 'data', or 'binary_data_size' or 'shared_memory_region' in its 'parameters', got "
+        + (" and ".join(came) or "none of them"),
+    )
 
 
 def _read_region(parameters: dict[str, Any]) -> tuple[str, int, int]:

@@ -6,20 +6,22 @@ Shapes follow from the model's metadata and the number of elements; keys that na
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, final
 
 from broker.gateway.http.codec import custom_parameter, forward_headers, is_finite
-from broker.gateway.http.errors import RAISE_LIMIT, body_of, internal, invalid, prefixed, status_of
+from broker.gateway.http.errors import RAISE_LIMIT, Misread, body_of, internal, invalid, prefixed, status_of
 from broker.gateway.http.inference import forward_pattern, sampled
 from broker.gateway.http.json import MISSING, as_object, as_string, dumps, find, parse, repeated, unhurried
 from broker.gateway.http.message import EVENTS, Reply, Request
 from broker.gateway.http.tensors import read_flat, write_data
 from broker.gateway.kserve import Buffer, InferRequest, InferResponse, InputTensor, Responses, Service
 from broker.gateway.options import GatewayOptions
-from shm.errors import InferError
+from shm.datatypes import shape_text
+from shm.errors import Code, InferError, shortened
 from shm.message_values import ModelMetadata, TensorMetadata
 
+MAX_NAMED: Final = 8  # parameters that an error names
 _NESTED: Final = "parameters"  # its members are taken as if they stood beside it
 NOT_ONE: Final = (
     "generate expects model to produce exactly 1 response, use generate stream for model that generates various "
@@ -69,7 +71,10 @@ class Generate:
             forward_headers(wanted, request.raw_headers, self._forward)
         if request.received[0]:
             wanted.trace = sampled(self._service, wanted.model, request)
-        return await self._service.stream(wanted, request.caller)
+        try:
+            return await self._service.stream(wanted, request.caller)
+        except InferError as error:
+            raise explained(error, metadata, wanted) from None
 
 
 @final
@@ -131,7 +136,7 @@ def decode_generate(metadata: ModelMetadata, version: str, document: Any, limit:
                     raise _already(inner)
                 _take(request, inputs, inner, each, limit)
         except InferError as error:
-            raise prefixed(f"Converting keyword: '{_NESTED}': ", error) from None
+            raise prefixed(f"Converting keyword: '{_NESTED}': ", error, _NESTED) from None
     return request
 
 
@@ -140,9 +145,15 @@ def _take(request: InferRequest, inputs: Mapping[str, TensorMetadata], name: str
     tensor = inputs.get(name)
     if tensor is not None:
         used = sum(len(each.data or b"") for each in request.inputs)
-        request.inputs.append(_read(tensor, value, used, limit))
+        try:
+            request.inputs.append(_read(tensor, value, used, limit))
+        except Misread as error:
+            raise error.inside(name) from None
     elif name != "id":
-        request.parameters[name] = custom_parameter(name, value)
+        try:
+            request.parameters[name] = custom_parameter(name, value)
+        except Misread as error:
+            raise Misread(error.code, error.message, error.place, f"{_no_input(inputs)}: {error.problem}") from None
 
 
 def encode_generate(response: InferResponse) -> bytes:
@@ -159,6 +170,27 @@ def encode_generate(response: InferResponse) -> bytes:
         fields[output.name] = values[0] if len(values) == 1 else values
         all_finite = all_finite and finite
     return dumps(dict(sorted(fields.items())), finite=all_finite)
+
+
+def _no_input(inputs: Mapping[str, TensorMetadata]) -> str:
+    return f"this is no input of the model, which has {_listed(inputs)}, so it is a parameter of the request"
+
+
+def explained(error: InferError, metadata: ModelMetadata, wanted: InferRequest) -> InferError:
+    """`error`, which the request met with. Where inputs are missing, with what may have been meant for them."""
+    given = {tensor.name for tensor in wanted.inputs}
+    missing = [tensor for tensor in metadata.inputs if not tensor.optional and tensor.name not in given]
+    if not missing or error.code != Code.INVALID_ARG.name:
+        return error
+    lacks = ", ".join(f"'{each.name}' ({each.datatype} {shape_text(each.shape)})" for each in missing)
+    others = ", ".join(f"'{shortened(name)}'" for name in list(wanted.parameters)[:MAX_NAMED])
+    verb = "is" if len(wanted.parameters) == 1 else "are"
+    came = f"; {others} {verb} no input of the model, but parameters of the request" if others else ""
+    return Misread(error.code, error.message, "", f"expected {lacks}, too, got {_listed(given)}{came}")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names) or "no input"
 
 
 def _already(name: str) -> InferError:
@@ -190,5 +222,10 @@ def shape_for(tensor: TensorMetadata, count: int) -> tuple[int, ...]:
         if shape[index] == -1:
             shape[index], rest = rest, 1
     if remainder or rest != 1:
-        raise invalid(f"The schema can not convert input '{tensor.name}' to tensor with proper shape")
+        raise Misread(
+            Code.INVALID_ARG,
+            f"The schema can not convert input '{tensor.name}' to tensor with proper shape",
+            "",
+            f"expected as many elements as fill the shape {shape_text(tensor.shape)}, got {count}",
+        )
     return tuple(shape)

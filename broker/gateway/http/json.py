@@ -19,9 +19,9 @@ from typing import Any, Final, ParamSpec, TypeVar
 import msgspec
 import numpy as np
 
-from broker.gateway.http.errors import internal, invalid, too_deep
+from broker.gateway.http.errors import Misread, internal, invalid, too_deep
 from broker.gateway.kserve import Buffer
-from shm.errors import InferError
+from shm.errors import Code, InferError, shortened
 
 MISSING: Final = object()
 UINT64_MAX: Final = 2**64 - 1
@@ -31,6 +31,17 @@ INT64_MIN: Final = -(2**63)
 MAX_CONTAINERS: Final = 2**20
 _COUNT_FROM: Final = 1 << 20  # bytes of JSON; less cannot do harm
 _AT_ONCE: Final = 1 << 20  # bytes of JSON that take no longer than others can wait
+
+_QUOTED: Final = re.compile(r"'([^']+)'")
+_EXPECTED: Final = {
+    "string": "a string",
+    "boolean": "true or false",
+    "array": "an array",
+    "object": "an object",
+    "unsigned-integer": "an integer from 0 to 2^64-1",
+    "signed-integer": "an integer",
+    "double": "a number",
+}
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -125,52 +136,68 @@ def member(value: Any, name: str, prefix: str = "") -> Any:
     """Member `name`. Raises InferError when there is none."""
     found = find(value, name)
     if found is MISSING:
-        raise internal(f"{prefix}attempt to access non-existing object member '{name}'")
+        text = f"{prefix}attempt to access non-existing object member '{name}'"
+        if type(value) is not dict:
+            raise Misread(Code.INTERNAL, text, "", f"expected an object, got {shown(value)}")
+        raise Misread(Code.INTERNAL, text, name, "it is missing")
     return found
 
 
 def as_string(value: Any, prefix: str = "") -> str:
     """Raises InferError for anything but a string."""
     if type(value) is not str:
-        raise _not_a("string", prefix)
+        raise not_a("string", prefix, value)
     return value
 
 
 def as_bool(value: Any, prefix: str = "") -> bool:
     """True and false; raises InferError for anything else."""
     if type(value) is not bool:
-        raise _not_a("boolean", prefix)
+        raise not_a("boolean", prefix, value)
     return value
 
 
 def as_uint(value: Any, prefix: str = "") -> int:
     """An integer below 2**64, exactly; raises InferError for true, 1.0, "1" and -1."""
     if type(value) is not int or not 0 <= value <= UINT64_MAX:
-        raise _not_a("unsigned-integer", prefix)
+        raise not_a("unsigned-integer", prefix, value)
     return value
 
 
 def as_array(value: Any, prefix: str = "") -> list[Any]:
     """Raises InferError for anything but an array."""
     if type(value) is not list:
-        raise _not_a("array", prefix)
+        raise not_a("array", prefix, value)
     return value
 
 
 def as_object(value: Any, prefix: str = "") -> dict[str, Any]:
     """Raises InferError for anything but an object."""
     if type(value) is not dict:
-        raise _not_a("object", prefix)
+        raise not_a("object", prefix, value)
     return value
 
 
-def wrong_element(kind: str) -> InferError:
-    """For `broker.gateway.http.tensors`: an element of a `data` array is no `kind`."""
-    return _not_a(kind, "Unable to parse 'data': ")
+def not_a(kind: str, prefix: str, value: Any, place: str | None = None) -> Misread:
+    """`value` is no `kind`, in Triton's words. `place`: where it is; else the field that `prefix` quotes."""
+    if place is None:
+        quoted = _QUOTED.search(prefix)
+        place = quoted[1] if quoted else ""
+    text = f"{prefix}attempt to access JSON non-{kind} as {kind}"
+    return Misread(Code.INTERNAL, text, place, f"expected {_EXPECTED[kind]}, got {shown(value)}")
 
 
-def _not_a(kind: str, prefix: str) -> InferError:
-    return internal(f"{prefix}attempt to access JSON non-{kind} as {kind}")
+def shown(value: Any) -> str:
+    """A value of a document, as an error shows it."""
+    if type(value) is dict:
+        return "an object"
+    if type(value) is list:
+        return f"an array of {len(value)}"
+    if type(value) is str:
+        return f"the string {shortened(value)!r}"
+    if type(value) in (int, float):
+        return f"the number {shortened(str(value))}"
+    return "null" if value is None else str(value).lower()
 
 
 def _syntax(text: str, offset: int) -> InferError:

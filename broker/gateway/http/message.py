@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, final
 
-from broker.gateway.http.errors import REASONS, body_of, status_of
+from broker.gateway.http.errors import DETAIL, REASONS, Misread, body_of, status_of
 from broker.gateway.http.json import dumps, parse, unhurried
 from broker.gateway.kserve import Buffer, Caller, Trace
 from shm.errors import InferError
@@ -75,7 +75,10 @@ def json_reply(value: Any) -> Reply:
 
 def error_reply(error: InferError) -> Reply:
     """What `error` looks like in this protocol."""
-    return text_reply(status_of(error), error.message)
+    reply = text_reply(status_of(error), error.message)
+    if isinstance(error, Misread):
+        reply.headers = ((DETAIL, error.detail),)
+    return reply
 
 
 def text_reply(status: int, message: str) -> Reply:

@@ -7,18 +7,18 @@ form in this protocol.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, final
 
 import numpy as np
 
-from broker.gateway.http.errors import RAISE_LIMIT, internal, invalid, too_deep
-from broker.gateway.http.json import INT64_MAX, as_array, wrong_element
+from broker.gateway.http.errors import RAISE_LIMIT, Misread, internal, invalid, too_deep
+from broker.gateway.http.json import INT64_MAX, as_array, not_a
 from broker.gateway.http.limits import MAX_DEPTH
 from broker.gateway.kserve import Buffer
 from shm.datatypes import BYTES, DATATYPES, decode_bytes, element_size, encode_bytes, numpy_dtype, shape_text
-from shm.errors import InferError
+from shm.errors import Code, InferError
 
 _NUMBERS: Final = {
     "f": ("double", frozenset((int, float))),
@@ -26,6 +26,18 @@ _NUMBERS: Final = {
     "u": ("unsigned-integer", frozenset((int,))),
 }
 _NOT_IN_JSON: Final = ("FP16", "BF16")
+
+
+@final
+class _WrongElement(Exception):
+    """An element of a tensor is of another kind than its datatype has. Told by whoever knows where it is."""
+
+    def __init__(
+        self, kind: str, elements: list[Any], fits: Callable[[Any], bool], prefix: str = "Unable to parse 'data': "
+    ) -> None:
+        super().__init__(kind)
+        self.kind, self.prefix = kind, prefix
+        self.index = next((index for index, element in enumerate(elements) if not fits(element)), 0)
 
 
 def count_elements(name: str, shape: Sequence[int]) -> int:
@@ -50,22 +62,29 @@ def read_data(data: Any, name: str, datatype: str, count: int, limit: int) -> by
     if datatype != BYTES:
         _check_size(name, datatype, count, limit)
     elements, kinds = _flatten(values)
-    if datatype == BYTES:
-        return _read_strings(elements, kinds, name, limit)
-    encoded = read_numbers(elements, kinds, name, datatype)
-    if len(elements) > count:
-        raise internal("Unable to parse 'data': Shape does not match true shape of 'data' field")
-    if len(elements) < count:
-        raise internal("Failed to parse 'data' field: shape does not match true shape")
+    try:
+        if datatype == BYTES:
+            return _read_strings(elements, kinds, name, limit)
+        encoded = read_numbers(elements, kinds, name, datatype)
+    except _WrongElement as wrong:
+        raise not_a(wrong.kind, wrong.prefix, elements[wrong.index], "data" + _path(values, wrong.index)) from None
+    if len(elements) != count:
+        text = "Failed to parse 'data' field: shape does not match true shape"
+        if len(elements) > count:
+            text = "Unable to parse 'data': Shape does not match true shape of 'data' field"
+        raise Misread(Code.INTERNAL, text, "data", f"expected {count} elements, as the shape says, got {len(elements)}")
     return encoded
 
 
 def read_flat(values: list[Any], name: str, datatype: str, limit: int) -> bytes:
     """The same for a plain list, whose length says how many elements there are."""
     kinds = set(map(type, values))
-    if datatype == BYTES:
-        return _read_strings(values, kinds, name, limit)
-    return read_numbers(values, kinds, name, datatype)
+    try:
+        if datatype == BYTES:
+            return _read_strings(values, kinds, name, limit)
+        return read_numbers(values, kinds, name, datatype)
+    except _WrongElement as wrong:
+        raise not_a(wrong.kind, wrong.prefix, values[wrong.index], f"[{wrong.index}]") from None
 
 
 def read_numbers(elements: list[Any], kinds: set[type], name: str, datatype: str) -> bytes:
@@ -80,10 +99,13 @@ def read_numbers(elements: list[Any], kinds: set[type], name: str, datatype: str
     if dtype.kind == "b":
         if kinds <= {bool} or (kinds <= {bool, int} and all(element in (0, 1) for element in elements)):
             return np.array(elements, dtype).tobytes()
-        raise wrong_element("boolean")
+        raise _WrongElement(
+            "boolean", elements, lambda each: type(each) is bool or (type(each) is int and each in (0, 1))
+        )
     kind, allowed = _NUMBERS[dtype.kind]
     if not kinds <= allowed or (dtype.kind == "u" and min(elements, default=0) < 0):
-        raise wrong_element(kind)
+        least = 0 if dtype.kind == "u" else -math.inf
+        raise _WrongElement(kind, elements, lambda each: type(each) in allowed and each >= least)
     try:
         with np.errstate(over="ignore"):  # 1e300 as FP32 is Infinity
             return np.array(elements, dtype).tobytes()
@@ -138,9 +160,29 @@ def _flatten(values: list[Any]) -> tuple[list[Any], set[type]]:
     raise too_deep()
 
 
+def _path(values: list[Any], index: int) -> str:
+    """Where the scalar with this number is in nested arrays: "[1][0]"."""
+    open_arrays = [iter(enumerate(values))]
+    at = [0]
+    while open_arrays:
+        for position, value in open_arrays[-1]:
+            at[-1] = position
+            if type(value) is list:
+                open_arrays.append(iter(enumerate(value)))
+                at.append(0)
+                break
+            if not index:
+                return "".join(f"[{each}]" for each in at)
+            index -= 1
+        else:
+            open_arrays.pop()
+            at.pop()
+    return ""
+
+
 def _read_strings(elements: list[Any], kinds: set[type], name: str, limit: int) -> bytes:
     if not kinds <= {str}:
-        raise internal("Unable to parse JSON bytes array: attempt to access JSON non-string as string")
+        raise _WrongElement("string", elements, lambda each: type(each) is str, "Unable to parse JSON bytes array: ")
     size = sum(map(len, elements)) + 4 * len(elements)
     if size > limit:
         raise _exceeds(name, size, limit)

@@ -1,0 +1,225 @@
+"""Where in a body something is wrong: beside Triton's text, which stays as it is, in a header of the reply."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from broker.gateway.http.codec import decode
+from broker.gateway.http.errors import DETAIL, MAX_DETAIL, Misread
+from broker.gateway.http.generate import decode_generate, explained
+from broker.gateway.http.json import dumps
+from broker.gateway.http.message import error_reply
+from broker.gateway.kserve import InferRequest
+from shm.errors import Code, InferError
+from shm.message_values import ModelMetadata, TensorMetadata
+
+X = {"name": "x", "shape": [2], "datatype": "FP32", "data": [1, 2]}
+NOT_STRING = "attempt to access JSON non-string as string"
+NOT_DOUBLE = "Unable to parse 'data': attempt to access JSON non-double as double"
+
+
+def infer_error(document: Any) -> Misread:
+    body = dumps(document)
+    with pytest.raises(Misread) as caught:
+        decode("m", "", body, len(body), 1 << 20)
+    return caught.value
+
+
+def second(**changes: Any) -> dict[str, Any]:
+    return {"inputs": [X, X | changes]}
+
+
+@pytest.mark.parametrize(
+    ("document", "text", "detail"),
+    [
+        (
+            [],
+            "Unable to parse 'inputs': attempt to access non-existing object member 'inputs'",
+            "the body: expected an object, got an array of 0",
+        ),
+        (
+            {},
+            "Unable to parse 'inputs': attempt to access non-existing object member 'inputs'",
+            "inputs: it is missing",
+        ),
+        (
+            {"inputs": {}},
+            "Unable to parse 'inputs': attempt to access JSON non-array as array",
+            "inputs: expected an array, got an object",
+        ),
+        ({"id": 7, "inputs": []}, f"Unable to parse 'id': {NOT_STRING}", "id: expected a string, got the number 7"),
+        (
+            {"parameters": []},
+            "failed to get request params.: attempt to access JSON non-object as object",
+            "parameters: expected an object, got an array of 0",
+        ),
+        (
+            {"parameters": {"priority": -1}},
+            "Unable to parse 'priority': attempt to access JSON non-unsigned-integer as unsigned-integer",
+            "parameters.priority: expected an integer from 0 to 2^64-1, got the number -1",
+        ),
+        (
+            {"parameters": {"mine": None}},
+            "parameter 'mine' has invalid type. It should be either 'int', 'bool', or 'string'.",
+            "parameters.mine: expected a number, a string, true or false, got null",
+        ),
+        (
+            second(name=1),
+            f"Unable to parse 'name': {NOT_STRING}",
+            "inputs[1].name: expected a string, got the number 1",
+        ),
+        (
+            second(shape=[1, "2"]),
+            "Unable to parse 'shape': attempt to access JSON non-unsigned-integer as unsigned-integer",
+            "input 'x', inputs[1].shape: expected an integer from 0 to 2^64-1, got the string '2'",
+        ),
+        (
+            second(data="a"),
+            "Unable to parse 'data': attempt to access JSON non-array as array",
+            "input 'x', inputs[1].data: expected an array, got the string 'a'",
+        ),
+        (
+            second(data=[[1], ["b"]]),
+            NOT_DOUBLE,
+            "input 'x', inputs[1].data[1][0]: expected a number, got the string 'b'",
+        ),
+        (
+            second(data=[[[]], [1, [True]]]),
+            NOT_DOUBLE,
+            "input 'x', inputs[1].data[1][1][0]: expected a number, got true",
+        ),
+        (
+            second(data=[1, -1], datatype="UINT8"),
+            "Unable to parse 'data': attempt to access JSON non-unsigned-integer as unsigned-integer",
+            "input 'x', inputs[1].data[1]: expected an integer from 0 to 2^64-1, got the number -1",
+        ),
+        (
+            second(data=[True, 2], datatype="BOOL"),
+            "Unable to parse 'data': attempt to access JSON non-boolean as boolean",
+            "input 'x', inputs[1].data[1]: expected true or false, got the number 2",
+        ),
+        (
+            second(data=["a", None], datatype="BYTES"),
+            f"Unable to parse JSON bytes array: {NOT_STRING}",
+            "input 'x', inputs[1].data[1]: expected a string, got null",
+        ),
+        (
+            second(data=[1, 2, 3]),
+            "Unable to parse 'data': Shape does not match true shape of 'data' field",
+            "input 'x', inputs[1].data: expected 2 elements, as the shape says, got 3",
+        ),
+        (
+            second(data=[1]),
+            "Failed to parse 'data' field: shape does not match true shape",
+            "input 'x', inputs[1].data: expected 2 elements, as the shape says, got 1",
+        ),
+        (
+            {"inputs": [X, 5]},
+            "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
+            "'shared_memory_region' in 'parameters'. But no field is set",
+            "inputs[1]: expected an object, got the number 5",
+        ),
+        (
+            second(parameters={"binary_data_size": 8}),
+            "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
+            "'shared_memory_region' in 'parameters'. But set 'data' 'binary_data_size'",
+            "input 'x', inputs[1]: expected 'data', or 'binary_data_size' or 'shared_memory_region' in its "
+            "'parameters', got 'data' and 'binary_data_size'",
+        ),
+        (
+            {"inputs": [{"name": "r", "shape": [1], "datatype": "FP32", "parameters": {"shared_memory_region": 1}}]},
+            f"Unable to parse 'shared_memory_region': {NOT_STRING}",
+            "input 'r', inputs[0].parameters.shared_memory_region: expected a string, got the number 1",
+        ),
+        (
+            {"inputs": [X], "outputs": [{"name": "y", "parameters": {"binary_data": 1}}]},
+            "Unable to parse 'binary_data': attempt to access JSON non-boolean as boolean",
+            "output 'y', outputs[0].parameters.binary_data: expected true or false, got the number 1",
+        ),
+        (
+            {"inputs": [X], "outputs": [{}]},
+            "Unable to parse 'name': attempt to access non-existing object member 'name'",
+            "outputs[0].name: it is missing",
+        ),
+    ],
+)
+def test_infer(document: Any, text: str, detail: str) -> None:
+    error = infer_error(document)
+    assert (error.message, error.detail) == (text, detail)
+    reply = error_reply(error)
+    assert reply.headers == ((DETAIL, detail),)
+    assert reply.parts == (dumps({"error": text}),), "the body is Triton's"
+
+
+def test_a_detail_is_a_header_s_value_whatever_came() -> None:
+    error = infer_error({"inputs": [{"name": "ä\r\n\x7f" * 1000, "shape": "€" * 100, "datatype": "FP32", "data": []}]})
+    assert error.detail.isascii()
+    assert error.detail.isprintable()
+    assert error.detail.startswith("input '\\xe4\\x0d\\x0a\\x7f")
+    assert "expected an array, got the string '" in error.detail
+    long = Misread(Code.INTERNAL, "", "p" * 5000, "wrong")
+    assert len(long.detail) == MAX_DETAIL
+    assert error_reply(InferError(Code.INTERNAL, "no")).headers == ()
+
+
+# --- generate ---------------------------------------------------------------------------------------------------------
+
+
+TEXT = TensorMetadata(name="text", datatype="BYTES", shape=(-1,))
+SIZES = TensorMetadata(name="sizes", datatype="INT32", shape=(2, 2))
+HINT = TensorMetadata(name="hint", datatype="BYTES", shape=(1,), optional=True)
+MODEL = ModelMetadata(name="m", version="1", inputs=(TEXT, SIZES, HINT))
+
+
+@pytest.mark.parametrize(
+    ("document", "text", "detail"),
+    [
+        ([], "attempt to access JSON non-object as object", "the body: expected an object, got an array of 0"),
+        (
+            {"text": ["a", 1]},
+            f"Unable to parse JSON bytes array: {NOT_STRING}",
+            "text[1]: expected a string, got the number 1",
+        ),
+        (
+            {"sizes": [1, 2]},
+            "The schema can not convert input 'sizes' to tensor with proper shape",
+            "sizes: expected as many elements as fill the shape [2,2], got 2",
+        ),
+        (
+            {"parameters": {"sizes": ["a"]}},
+            "Converting keyword: 'parameters': Unable to parse 'data': attempt to access JSON non-signed-integer as "
+            "signed-integer",
+            "parameters.sizes[0]: expected an integer, got the string 'a'",
+        ),
+        (
+            {"txt": ["a"]},
+            "parameter 'txt' has invalid type. It should be either 'int', 'bool', or 'string'.",
+            "txt: this is no input of the model, which has 'text', 'sizes', 'hint', so it is a parameter of the request"
+            ": expected a number, a string, true or false, got an array of 1",
+        ),
+    ],
+)
+def test_generate(document: Any, text: str, detail: str) -> None:
+    with pytest.raises(Misread) as caught:
+        decode_generate(MODEL, "", document, 1 << 20)
+    assert (caught.value.message, caught.value.detail) == (text, detail)
+
+
+def test_inputs_that_are_missing_and_what_may_have_been_meant_for_them() -> None:
+    refused = InferError(Code.INVALID_ARG, "expected number of inputs between 2 and 3 but got 0 inputs for model 'm'.")
+    wanted = decode_generate(MODEL, "", {"txt": "a", "size": 1}, 1 << 20)
+    error = explained(refused, MODEL, wanted)
+    assert isinstance(error, Misread)
+    assert (error.code, error.message) == (refused.code, refused.message)
+    assert error.detail == (
+        "the body: expected 'text' (BYTES [-1]), 'sizes' (INT32 [2,2]), too, got no input; 'txt', 'size' are no input "
+        "of the model, but parameters of the request"
+    )
+    other = InferError(Code.UNAVAILABLE, "no")
+    assert explained(other, MODEL, wanted) is other
+    whole = decode_generate(MODEL, "", {"text": "a", "sizes": [1, 2, 3, 4]}, 1 << 20)
+    assert explained(refused, MODEL, whole) is refused
+    many = InferRequest("m", "", parameters={f"p{number}": 1 for number in range(1000)})
+    assert len(str(explained(refused, MODEL, many))) < 1000
