@@ -51,7 +51,7 @@ def run_script(script: str, directory: Path) -> str:
         env={**os.environ, "TENSORBROKER_DIR": str(directory)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
         check=False,
     )
     assert done.returncode == 0, done.stderr

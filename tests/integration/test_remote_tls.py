@@ -28,11 +28,11 @@ import asyncio, sys, warnings, numpy, clientlib
 x = numpy.full((1, 4), 2, numpy.float32)
 url = sys.argv[1]
 async def main():
-    client = await clientlib.connect_async(url, timeout=5)
+    client = await clientlib.connect_async(url, timeout=30)
     assert (await client.infer("add1", {"x": x}))["y"].tolist() == [[3] * 4]
     await client.close()
 try:
-    client = clientlib.connect(url, timeout=5)
+    client = clientlib.connect(url, timeout=30)
     assert client.infer("add1", {"x": x})["y"].tolist() == [[3] * 4]
     client.close()
     asyncio.run(main())
@@ -92,7 +92,18 @@ def proxy(files: tuple[Path, Path], port: int) -> Iterator[int]:
 
     async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         back, forth = await asyncio.open_connection("127.0.0.1", port)
-        await asyncio.gather(pump(reader, forth), pump(back, writer))
+        try:
+            await asyncio.gather(pump(reader, forth), pump(back, writer))
+        finally:  # at the latest when the proxy ends: what is not closed then warns whoever collects it
+            for each in (writer, forth):
+                each.transport.abort()
+
+    async def end(tasks: set[asyncio.Task[None]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for _ in range(3):  # transports close in the next turns
+            await asyncio.sleep(0)
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = loop.run_until_complete(asyncio.start_server(accepted, sock=listening, ssl=context))
@@ -104,10 +115,7 @@ def proxy(files: tuple[Path, Path], port: int) -> Iterator[int]:
             loop.call_soon_threadsafe(server.close)
             loop.call_soon_threadsafe(loop.stop)
             thread.join(30)
-            for task in asyncio.all_tasks(loop):
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    loop.run_until_complete(task)
+            loop.run_until_complete(end(asyncio.all_tasks(loop)))
             loop.run_until_complete(loop.shutdown_default_executor())
             loop.close()
 

@@ -16,7 +16,7 @@ def test_it_is_unloading_until_the_last_response(tmp_path: Path) -> None:
     with Broker(tmp_path / "models", tmp_path / "run", *arguments) as broker:
         broker.ready()
         with clientlib.connect(broker.directory) as client:
-            stream = client.stream("repeat", repeat(1000, delay_ms=20))
+            stream = client.stream("repeat", repeat(20_000, delay_ms=20))
             next(stream)
             client.unload("repeat")
             for _ in range(10):

@@ -92,7 +92,7 @@ def traces(path: Path) -> dict[int, tuple[dict[str, Any], dict[str, int]]]:
             head, moments = found.setdefault(each.pop("id"), ({}, {}))
             moments.update({event["name"]: event["ns"] for event in each.pop("timestamps", ())})
             head.update(each)
-    return found
+    return dict(sorted(found.items()))  # as they began
 
 
 def wait_for(path: Path, count: int) -> list[tuple[dict[str, Any], dict[str, int]]]:

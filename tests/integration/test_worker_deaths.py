@@ -218,6 +218,7 @@ async def test_helper_processes_end_with_their_worker(journal: Journal) -> None:
         await replaced(worker, pid)
         assert select.select([pidfd], [], [], 30)[0]
         os.close(pidfd)
+        await until(lambda: not os.path.exists(f"/proc/{helper}"))  # the zygote has reaped it, too
 
 
 @in_loop
@@ -254,7 +255,7 @@ async def test_requests_end_when_no_worker_can_be_started(journal: Journal, monk
             await until(lambda: client.reap() or bool(pending.finals))
             assert pending.code == Code.UNAVAILABLE
             assert pending.text == "worker 'cpu/default' cannot be started: the zygote ended: exit code 1"
-            assert worker.state == "backoff"
+            await until(lambda: worker.state == "backoff")  # between two tries
         with pytest.raises(InferError, match="Server is stopping"):
             await attaching
         with pytest.raises(InferError, match="Server is stopping"):

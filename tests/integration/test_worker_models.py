@@ -262,11 +262,13 @@ def test_a_session_that_is_refused_for_a_while(worker, gate, session):
 
 def test_a_worker_without_descriptors_refuses_what_needs_some_and_goes_on(worker, gate, session):
     config = gate.config()
+    eventually(lambda: pipes(worker.pid) == 0, "the models of the tests before are closed")
     worker.load(config)
     plan = session.bind(config)
     limits = resource.prlimit(worker.pid, resource.RLIMIT_NOFILE)
     more = Memory(kind="system")
     for room in range(4):  # for none, for the message's, for the mapping's, for all three
+        worker.ask(messages.Ping())  # what came with a message is closed after its answer, and before the next
         resource.prlimit(worker.pid, resource.RLIMIT_NOFILE, (_next_descriptor(worker.pid, room), limits[1]))
         if room < 3:
             with pytest.raises(InferError, match=r"RLIMIT_NOFILE|Too many open files") as refused:
@@ -278,6 +280,12 @@ def test_a_worker_without_descriptors_refuses_what_needs_some_and_goes_on(worker
     resource.prlimit(worker.pid, resource.RLIMIT_NOFILE, limits)
     worker.retire_region(more)
     os.close(more.fd)
+
+
+def pipes(pid: int) -> int:
+    """How many named pipes, those of gates, a process has open."""
+    opened = [os.path.realpath(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+    return sum(os.path.basename(path) in ("gate", "told") for path in opened)
 
 
 def _next_descriptor(pid: int, room: int) -> int:
