@@ -6,14 +6,13 @@ Made by `clientlib`, carried by the broker, opened by a worker of that device.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
-from pathlib import Path
 from typing import Annotated, Final, Literal, final
 
 import msgspec
 
+from shm.descriptor_kinds import has_seals, is_dma_buf
 from shm.errors import Code, InferError
 from shm.message_values import Size
 
@@ -102,30 +101,12 @@ def allocation_of(fd: int) -> tuple[int, int] | None:
     and a memfd (which tests/cusim exports) are files of their own. Never blocks.
     """
     try:
-        if _has_seals(fd) or _is_dma_buf(Path(f"/proc/self/fdinfo/{fd}").read_bytes()):
+        if has_seals(fd) or is_dma_buf(fd):  # else fstat might wait for a process of the peer's
             status = os.fstat(fd)
             return status.st_dev, status.st_ino
     except (OSError, ValueError):  # no descriptor came, or there is no /proc
         pass
     return None
-
-
-# Before fstat, which on a file of a FUSE mount waits for the peer's own process, the kernel is asked what the file is.
-# Its name does not tell: a mount of the peer's own can have a file of any name.
-
-
-def _has_seals(fd: int) -> bool:
-    """Memory of the kernel's, as only a memfd or a file of tmpfs has it."""
-    try:
-        fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError:
-        return False
-    return True
-
-
-def _is_dma_buf(information: bytes) -> bool:
-    """By what /proc says of a descriptor: only dma-bufs have an exporter."""
-    return b"\nexp_name:" in information
 
 
 def uuid_text(uuid: bytes) -> str:
