@@ -142,7 +142,7 @@ def _about_gpus(cuda: dict[str, Any]) -> list[str]:
 
 _TABLES = {
     "workers": ("key", "state", "pid", "restarts", "in_flight", "requests", "lost_wakeups", "last_death"),
-    "gateways": ("index", "state", "pid", "restarts"),
+    "gateways": ("index", "state", "pid", "restarts", "hangs"),
     "models": ("name", "version", "state", "pending", "success", "fail", "workers", "reason"),
     "sessions": ("id", "pid", "uid", "regions", "region_bytes", "channels", "plans"),
     "regions": ("name", "kind", "byte_size", "generation", "session", "owner_pid", "state"),

@@ -25,7 +25,8 @@ import msgspec
 from broker.gateway.options import SOCKETS, GatewayOptions, LogOptions, TraceSetting
 from broker.gateway_flags import listeners
 from broker.records import Peer
-from broker.supervision import BackOff
+from broker.replies import in_memfd
+from broker.supervision import BackOff, Pulse
 from broker.worker_process import describe_exit
 from shm.gateway_counters import GatewayCounters
 from shm.gateway_messages import Exiting, Serving, Settings, Tracing
@@ -35,6 +36,8 @@ from shm.sockets import close_all
 ENTRY = "broker.gateway"
 START_S = 60.0  # from Welcome to Serving; imports on a cold disk are slow
 TRIES = 3  # starts of the first gateway before the broker gives up
+LOOK_S = 1.0  # between two looks at a gateway that serves; it gives a sign of life every BEAT_S
+SILENT_S = 30.0  # without one; then it is killed
 LINGER_S = 2.0  # between hanging up and SIGKILL
 # What gateways put into the run directory. The last two are of ZeroMQ: its socket while it is hidden, its sessions.
 FILES = (*SOCKETS, "zmq.sock.hidden", "zmq.sessions")
@@ -173,11 +176,13 @@ class _Gateway:
     """One gateway, whatever happens to its processes."""
 
     __slots__ = (
+        "_beats",
         "_entry",
         "_exiting",
         "_kill_reason",
         "_patience",
         "_process",
+        "_pulse",
         "_served",
         "_session",
         "_sessions",
@@ -185,13 +190,14 @@ class _Gateway:
         "_welcome",
         "counters",
         "first",
+        "hangs",
         "options",
         "restarts",
     )
 
     def __init__(self, options: GatewayOptions, sessions: Sessions, entry: str) -> None:
         self.options = options
-        self.restarts = 0
+        self.restarts = self.hangs = 0
         self.counters: GatewayCounters | None = None
         self.first: asyncio.Future[tuple[str, ...]] = asyncio.get_running_loop().create_future()
         self.first.add_done_callback(lambda future: future.cancelled() or future.exception())  # may not be awaited
@@ -203,7 +209,8 @@ class _Gateway:
         self._served = self._welcome = False
         self._exiting = asyncio.Event()
         self._kill_reason = ""
-        self._starts = 0
+        self._starts = self._beats = 0
+        self._pulse = Pulse(SILENT_S, SILENT_S, 0)
 
     @property
     def pid(self) -> int | None:
@@ -213,7 +220,8 @@ class _Gateway:
     def row(self) -> dict[str, object]:
         """For the status document."""
         state = "serving" if self._served else "starting" if self._process is not None else "waiting"
-        return {"index": self.options.index, "pid": self.pid, "state": state, "restarts": self.restarts}
+        counts = {"restarts": self.restarts, "hangs": self.hangs}
+        return {"index": self.options.index, "pid": self.pid, "state": state, **counts}
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -259,7 +267,10 @@ class _Gateway:
         if self._welcome:
             self._be_patient()
         try:
-            await ended.wait()
+            while not ended.is_set():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(ended.wait(), LOOK_S)
+                self._look(time.monotonic_ns())
         finally:
             loop.remove_reader(pidfd)
             os.close(pidfd)
@@ -270,9 +281,19 @@ class _Gateway:
             self._stop_patience()
         return describe_exit(process.returncode).text
 
+    def _look(self, now_ns: int) -> None:
+        """Kill one that serves and whose event loop has stood still for too long: it is stopped, or stuck."""
+        if not self._served or self._exiting.is_set() or self._kill_reason or self.counters is None:
+            return
+        beats, self._beats = self._beats, self.counters.beats
+        if self._pulse.is_gone(beats != self._beats, False, now_ns):
+            self.hangs += 1
+            self.kill(f"gave no sign of life for {SILENT_S:g} s: stopped, or stuck")
+
     def _spawn(self) -> tuple[subprocess.Popen[bytes], int]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        options = _in_memory(msgspec.json.encode(self.options))
+        options = in_memfd(msgspec.json.encode(self.options))  # no pipe, whose writer may wait for a reader
+        os.lseek(options, 0, os.SEEK_SET)
         counters = self._counted()
         try:
             process = subprocess.Popen(
@@ -317,6 +338,7 @@ class _Gateway:
             self._fail(message.error)
             return
         self._served = True
+        self._pulse = Pulse(SILENT_S, SILENT_S, time.monotonic_ns())
         if self.first.done():
             _log.info("gateway %d serves again", self.options.index)
         else:
@@ -376,17 +398,3 @@ class _Gateway:
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None
-
-
-def _in_memory(data: bytes) -> int:
-    """A file with `data`, to be read from its beginning: nobody waits for its reader, as a pipe's writer might."""
-    fd = os.memfd_create("tensorbroker-options", os.MFD_CLOEXEC)
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
-        os.lseek(fd, 0, os.SEEK_SET)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd

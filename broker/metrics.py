@@ -17,7 +17,7 @@ go back while the broker runs.
     gpu_memory  key of a worker that has opened some, or pinned regions for a GPU → opens, closes, evictions,
                 open_bytes, pinned_bytes
     gpus        UUID → total_memory, bytes            client_gpu_bytes  session → bytes of its CUDA regions
-    gateways    index → restarts
+    gateways    index → restarts, hangs (restarts of one that gave no sign of life)
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Gateways(Protocol):
         """One per gateway, whatever becomes of its processes."""
 
     def rows(self) -> list[dict[str, object]]:
-        """One per gateway: `index`, `restarts`."""
+        """One per gateway: `index`, `restarts`, `hangs`."""
 
 
 @final
@@ -158,7 +158,9 @@ class MetricsDocument:
             "gpu_memory": dict(self._gpu_memory()),
             "gpus": {gpu["uuid"]: {"total_memory": gpu["total_memory"]} for gpu in self._gpus()["gpus"]},
             "client_gpu_bytes": dict(islice(self._client_gpu_bytes().items(), MAX_CLIENTS)),
-            "gateways": {str(row["index"]): {"restarts": row["restarts"]} for row in self._gateways.rows()},
+            "gateways": {
+                str(row["index"]): {"restarts": row["restarts"], "hangs": row["hangs"]} for row in self._gateways.rows()
+            },
         }
 
     def _model(self, row: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,9 @@ COPIES = {
         )
     )
 }
-assert (len(TRANSPORTS) * _WORDS + len(COPIES)) * 8 <= PAGE
+_BEATS = len(TRANSPORTS) * _WORDS + len(COPIES)
+assert (_BEATS + 1) * 8 <= PAGE
+BEAT_S = 5.0  # between two signs of life of a gateway's event loop
 
 
 @final
@@ -64,6 +66,15 @@ class GatewayCounters:
     def copied(self, reason: str, byte_size: int) -> None:
         """Bytes of tensors were copied for one of `COPIES`. Of the gateway's one thread."""
         self._words[COPIES[reason]] += byte_size
+
+    def beat(self) -> None:
+        """The gateway's event loop goes round: called every BEAT_S. Not a message, which would wait behind others."""
+        self._words[_BEATS] += 1
+
+    @property
+    def beats(self) -> int:
+        """How often it has."""
+        return self._words[_BEATS]
 
 
 def totals(counters: Iterable[GatewayCounters]) -> dict[str, dict[str, Any]]:

@@ -336,9 +336,12 @@ def _processes(document: Document) -> Iterator[Metric]:
     yield _labelled(
         GaugeMetricFamily, "worker_in_flight", "Requests that a worker has queued and runs", "worker", flying
     )
-    restarts = {gateway: row["restarts"] for gateway, row in gateways.items()}
-    documentation = "Gateway processes that were replaced"
-    yield _labelled(CounterMetricFamily, "gateway_restarts", documentation, "gateway", restarts)
+    for name, key, documentation in (
+        ("gateway_restarts", "restarts", "Gateway processes that were replaced"),
+        ("gateway_hangs", "hangs", "Those of them that had given no sign of life"),
+    ):
+        values = {gateway: row[key] for gateway, row in gateways.items()}
+        yield _labelled(CounterMetricFamily, name, documentation, "gateway", values)
 
 
 def _gpu_memory(document: Document) -> Iterator[Metric]:

@@ -31,7 +31,7 @@ from broker.gateway.peers import Peers, grpc_listeners
 from broker.gateway.service import GatewayService
 from clientlib.async_client import AsyncClient
 from shm.errors import ConnectionLost, InferError
-from shm.gateway_counters import GatewayCounters
+from shm.gateway_counters import BEAT_S, GatewayCounters
 from shm.gateway_messages import Exiting, Serving, Settings, Tracing
 from shm.messages import Goodbye, Message
 from shm.prctl import PR_SET_NAME, PR_SET_PDEATHSIG, prctl, undumpable
@@ -160,12 +160,18 @@ class Gateway:
             return await self._say(client, Serving(error=str(error)[:MAX_TEXT])) or 1
         if await self._say(client, Serving(lines=tuple(line[:MAX_TEXT] for line in lines))):
             return 1
-        await _first(self._exiting.wait(), client.lost.wait(), keep_trimmed())
+        await _first(self._exiting.wait(), client.lost.wait(), keep_trimmed(), self._keep_beating())
         if not client.lost.is_set():
             await self._drain(service, client)
         await client.close()
         await asyncio.to_thread(service.traces.close)
         return 0
+
+    async def _keep_beating(self) -> None:
+        """For ever: show the broker that the event loop goes round."""
+        while True:
+            self._counters.beat()
+            await asyncio.sleep(BEAT_S)
 
     def _make_service(self, client: AsyncClient) -> GatewayService:
         access = Access(self._options.http_restricted, self._options.grpc_restricted)

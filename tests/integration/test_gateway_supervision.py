@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import time
 from pathlib import Path
 
 import msgpack
@@ -122,6 +123,42 @@ async def test_one_that_had_served_is_replaced_at_once_every_time(caplog):
 
 
 @in_loop
+async def test_one_that_is_stopped_is_replaced(monkeypatch, caplog):
+    monkeypatch.setattr("broker.gateways.LOOK_S", 0.05)
+    monkeypatch.setattr("broker.gateways.SILENT_S", 1.0)
+    async with running("serve") as gateways:
+        await gateways.serving()
+        stopped = gateways.rows()[0]["pid"]
+        os.kill(stopped, signal.SIGSTOP)
+        await until(lambda: gateways.rows()[0]["pid"] not in (None, stopped))
+        await until(lambda: gateways.rows()[0]["state"] == "serving")
+        assert not alive(stopped)
+        assert gateways.rows()[0]["hangs"] >= 1  # more on a machine that lets it stand still for a second
+        assert "(killed by SIGKILL: gave no sign of life for 1 s: stopped, or stuck)" in caplog.text
+
+
+@in_loop
+async def test_signs_of_life_every_now_and_then_are_enough():
+    """The broker's looks, on simulated time: only what it has seen counts as silence."""
+    async with running("serve") as gateways:
+        await gateways.serving()
+        (gateway,) = gateways._gateways
+        os.kill(pid := gateways.rows()[0]["pid"], signal.SIGSTOP)  # its own would come at any time
+        await until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        now_ns = time.monotonic_ns()
+        for look in range(300):
+            if look % 29 == 0:
+                gateways.counters[0].beat()
+            now_ns += 10_000_000_000 if look % 10 == 0 else 1_000_000_000  # the broker stood still, or all did
+            gateway._look(now_ns)
+        assert gateways.rows()[0]["hangs"] == 0
+        for _ in range(32):
+            now_ns += 1_000_000_000
+            gateway._look(now_ns)
+        assert gateways.rows()[0]["hangs"] == 1
+
+
+@in_loop
 async def test_what_the_first_one_cannot_do_is_told():
     async with running("fail") as gateways:
         with pytest.raises(CannotServe, match=r"^Socket '127\.0\.0\.1:1' already in use $"):
@@ -154,13 +191,13 @@ async def test_one_that_stays_is_killed():
         gateways.exiting()
         assert not await gateways.ended(0.0)
         await gateways.end()
-        assert not alive(pid)
+        await until(lambda: not alive(pid))
 
 
 @in_loop
 async def test_one_that_never_serves_is_killed(monkeypatch, caplog):
     monkeypatch.setattr("broker.gateways.START_S", 0.0)
-    async with running("serve") as gateways:
+    async with running("mute") as gateways:
         with pytest.raises(CannotServe, match="killed by SIGKILL"):
             await gateways.serving()
     assert "did not serve within 0 s" in caplog.text

@@ -75,7 +75,7 @@ def document(*models: dict[str, Any]) -> dict[str, Any]:
                 "in_flight": 4,
             }
         },
-        "gateways": {"0": {"restarts": 5}},
+        "gateways": {"0": {"restarts": 5, "hangs": 2}},
         "gpus": {"GPU-1": {"total_memory": 1 << 37}},
         "client_gpu_bytes": {"7": 4096},
         "gpu_memory": {
@@ -184,6 +184,7 @@ def test_our_own_series() -> None:
         "tensorbroker_worker_restarts_total{worker=cpu/default}": 1,
         "tensorbroker_lost_wakeups_total{worker=cpu/default}": 0,
         "tensorbroker_gateway_restarts_total{gateway=0}": 5,
+        "tensorbroker_gateway_hangs_total{gateway=0}": 2,
         "nv_gpu_memory_total_bytes{gpu_uuid=GPU-1}": 1 << 37,
         "tensorbroker_client_gpu_bytes{session=7}": 4096,
         "tensorbroker_gpu_memory_opens_total{worker=gpu0/default}": 3,

@@ -72,7 +72,7 @@ class Parts:
         return 0.5
 
     def rows(self) -> list[dict[str, object]]:
-        return [{"index": 0, "pid": 1, "state": "serving", "restarts": 4}]
+        return [{"index": 0, "pid": 1, "state": "serving", "restarts": 4, "hangs": 1}]
 
     def close(self) -> None:
         for counters in self.counters:
@@ -179,7 +179,7 @@ def test_workers_and_gateways(parts: Parts) -> None:
             "wait_ns": 11,
         }
     }
-    assert found["gateways"] == {"0": {"restarts": 4}}
+    assert found["gateways"] == {"0": {"restarts": 4, "hangs": 1}}
     assert (found["transports"]["zmq"]["requests"], found["transports"]["zmq"]["failed"]) == (1, 1)
     assert found["copied_bytes"] == {**dict.fromkeys(COPIES, 0), "response": 32}
     assert found["sessions"] == 3
