@@ -72,6 +72,10 @@ class Front:
 
         self.call(wait())
 
+    def at_rest(self, tasks: int) -> None:
+        """Until there are no more tasks than `tasks`, and no byte of any request is left."""
+        self.wait(lambda: len(asyncio.all_tasks()) - 1 <= tasks and self.server.budget.used == 0)
+
     def tasks(self) -> int:
         """How many tasks the server's loop has; at rest always the same."""
 

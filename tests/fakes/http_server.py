@@ -7,6 +7,7 @@ import json
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -16,10 +17,13 @@ from broker.gateway.http.server import HttpServer
 from broker.gateway.kserve import Caller
 from broker.gateway.options import GatewayOptions
 from broker.gateway.peers import Peers
+from tests.fakes.broker import eventually
 from tests.fakes.kserve import FakeService
 
 T = TypeVar("T")
 WAIT_S = 30.0
+# Nobody is closed because the machine was busy with something else. Who tests that looks moves the clock (`advance`).
+PATIENT = Patience(first_byte=60, head=60, body=60, send=60, idle=60, discard=60)
 
 
 def free_port() -> int:
@@ -43,6 +47,7 @@ class Running:
         self.lines: list[str] = []
         self.server: HttpServer
         self._loop = loop
+        self._ahead_s = 0.0
 
     def call(self, function: Callable[[], Awaitable[T] | T]) -> T:
         async def run() -> T:
@@ -51,11 +56,32 @@ class Running:
 
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(WAIT_S)
 
+    def advance(self, seconds: float) -> None:
+        """What waits for the server's clock finds it so much later, and has been run when this returns."""
+        self._ahead_s += seconds
+        self._loop.time = lambda: time.monotonic() + self._ahead_s  # type: ignore[method-assign]
+        for _ in range(2):  # what was due has been run before the second
+            self.call(lambda: None)
+
+    def states(self) -> set[str]:
+        """Of its connections."""
+        return self.call(lambda: {each._state for each in self.server._connections})
+
     def connections(self) -> int:
         return self.call(lambda: len(self.server._connections))
 
-    def connect(self) -> Peer:
-        return Peer(socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S))
+    def connect(self, receive_buffer: int = 0) -> Peer:
+        """`receive_buffer`: bytes that the kernel keeps for the peer; 0: as many as it likes."""
+        sock = socket.socket()
+        try:
+            if receive_buffer:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+            sock.settimeout(WAIT_S)
+            sock.connect(("127.0.0.1", self.port))
+        except OSError:
+            sock.close()
+            raise
+        return Peer(sock)
 
 
 class Peer:
@@ -129,9 +155,7 @@ class Peer:
 
 
 @contextmanager
-def running(
-    *, patience: Patience | None = None, max_connections: int = 0, peers: bool = False, **options: Any
-) -> Iterator[Running]:
+def running(*, max_connections: int = 0, peers: bool = False, **options: Any) -> Iterator[Running]:
     """A server that listens. `peers`: with the real `Peers` instead of a caller without principal."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="http server")
@@ -146,7 +170,7 @@ def running(
 
             async def start() -> None:
                 who = known.http_caller if known is not None else identify
-                it.server = HttpServer(it.service, it.options, who, patience=patience, max_connections=max_connections)
+                it.server = HttpServer(it.service, it.options, who, patience=PATIENT, max_connections=max_connections)
                 it.lines = await it.server.start()
 
             it.call(start)
@@ -156,7 +180,7 @@ def running(
                 it.call(lambda: it.server.stop(0))
                 if known is not None:
                     known.close()
-                assert it.call(lambda: len(asyncio.all_tasks())) == 1, "a request outlived the server"
+                eventually(lambda: it.call(lambda: len(asyncio.all_tasks())) == 1, "no request outlives the server")
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(WAIT_S)

@@ -19,7 +19,7 @@ def children(pid: int | str = "self") -> list[int]:
     """All but the one that Python starts with the first shared memory of a process (Triton's client uses that)."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # a thread that has ended since
+        with contextlib.suppress(OSError):  # a thread that has ended since, or ends while it is read
             found += map(int, (task / "children").read_text().split())
     return [child for child in found if not _is_resource_tracker(child)]
 
@@ -32,7 +32,11 @@ def _is_resource_tracker(pid: int) -> bool:
 
 
 def name_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/comm").read_text().strip()
+    """Its name; "" when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def descriptors() -> set[str]:

@@ -151,7 +151,8 @@ def test_a_verbose_log_has_what_is_refused(server: Front, client: Any, caplog: p
     server.service.fails = InferError(Code.NOT_FOUND, "why")
     with caplog.at_level(logging.DEBUG, "broker.gateway"):
         assert error_of(client.infer, "add1", [tensor()]) == ("NOT_FOUND", "why")
-    assert caplog.messages == ["gRPC request failed: why"]
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("broker.gateway")]
+    assert said == ["gRPC request failed: why"]
 
 
 @pytest.mark.parametrize("code", [code for code in Code if code is not Code.OK])
@@ -283,9 +284,13 @@ def test_cancelled_requests(server: Front, client: Any) -> None:
 
 
 def test_deadlines(server: Front, client: Any) -> None:
+    assert client.is_server_live()  # it is connected
     server.hold()
-    assert error_of(client.infer, "add1", [tensor()], client_timeout=1.0)[0] == "DEADLINE_EXCEEDED"
-    server.wait(lambda: server.service.cancelled == 1)
+    for seconds in (0.5, 4.0, 30.0):  # what is late on a busy machine has not come before its deadline
+        assert error_of(client.infer, "add1", [tensor()], client_timeout=seconds)[0] == "DEADLINE_EXCEEDED"
+        if server.service.asked:
+            break
+    server.wait(lambda: server.service.cancelled == len(server.service.asked) > 0)
 
 
 def test_many_clients_at_once(server: Front, client: Any) -> None:

@@ -25,6 +25,7 @@ import tritonclient.grpc.aio as triton_aio
 from broker.gateway.grpc.limits import Budget, server_options
 from broker.gateway.options import GatewayOptions
 from shm.errors import InferError
+from tests.fakes.broker import eventually
 from tests.fakes.grpc_front import Front, front
 from tests.fakes.kserve import FakeService
 from tests.fakes.processes import in_loop
@@ -150,8 +151,15 @@ def test_paths_of_the_unix_socket(tmp_path: Path, capfd: pytest.CaptureFixture[s
     finally:
         refused.stop()
     assert (odd / "grpc.sock").read_text() == "mine"
-    with socket.create_server(("127.0.0.1", refused.port)):  # the port that it had is free
-        pass
+    eventually(lambda: is_free(refused.port), "the port that it had is free")  # grpc closes it in a thread of its own
+
+
+def is_free(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
 
 
 def test_requests_are_not_logged(server: Front, caplog: pytest.LogCaptureFixture) -> None:

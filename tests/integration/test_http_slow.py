@@ -10,96 +10,90 @@ import numpy as np
 import pytest
 
 from broker.gateway.http import limits as http_limits
-from broker.gateway.http.limits import Patience
 from broker.gateway.kserve import InferRequest, InferResponse, OutputTensor
 from tests.fakes.broker import eventually
-from tests.fakes.http_server import Peer, Running, running
+from tests.fakes.http_server import Running, running
 
 INFER = "/v2/models/add1/infer"
 RAW = "Inference-Header-Content-Length: 0"
-IMPATIENT = Patience(first_byte=0.6, head=0.6, body=0.6, send=0.6, idle=0.6, discard=0.6)
+SOON, LATE = 25.0, 70.0  # seconds: within everybody's patience, and beyond
 
 
-@pytest.fixture(scope="module")
-def impatient() -> Iterator[Running]:
-    with running(patience=IMPATIENT) as server:
+@pytest.fixture
+def server() -> Iterator[Running]:
+    with running() as server:
         yield server
 
 
 @pytest.mark.parametrize(
-    "start",
+    ("start", "state"),
     [
-        b"",
-        b"POST /v2/models/add1/inf",
-        b"POST /v2/models/add1/infer HTTP/1.1\r\nHost: h\r\nContent-Length: 100\r\n\r\n{",
-        b"POST /v2/models/add1/infer HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n",
+        (b"", "new"),
+        (b"POST /v2/models/add1/inf", "head"),
+        (b"POST /v2/models/add1/infer HTTP/1.1\r\nHost: h\r\nContent-Length: 100\r\n\r\n{", "body"),
+        (
+            b"POST /v2/models/add1/infer HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n",
+            "body",
+        ),
     ],
     ids=["connect", "head", "body", "chunks"],
 )
-def test_those_who_dribble_are_closed(impatient: Running, start: bytes) -> None:
-    with impatient.connect() as peer:
+def test_those_who_dribble_are_closed(server: Running, start: bytes, state: str) -> None:
+    with server.connect() as peer:
         peer.send(start)
-        peer.sock.settimeout(0.1)
-        for _ in range(100):
-            try:
-                if start:
-                    peer.send(b"1\r\n{\r\n" if b"chunked" in start else b"a")
-                if peer.sock.recv(1) == b"":
-                    break
-            except TimeoutError:
-                continue
-            except ConnectionError:
-                break
-        else:
-            pytest.fail("still open")
-    eventually(lambda: impatient.connections() == 0, "the connection is gone")
-
-
-def test_those_who_idle_are_closed_later(impatient: Running) -> None:
-    with impatient.connect() as peer:
-        assert peer.request("GET", "/v2/health/live").reply()[0] == 200
+        eventually(lambda: server.states() == {state}, state)
+        for turn in range(3):
+            server.advance(SOON)
+            assert server.connections() == (turn < 2)
+            if start and turn < 2:
+                peer.send(b"1\r\n{\r\n" if b"chunked" in start else b"a")
         assert peer.closed()
 
 
-def test_a_body_that_makes_progress_may_take_long(impatient: Running) -> None:
+def test_those_who_idle_are_closed_later(server: Running) -> None:
+    with server.connect() as peer:
+        assert peer.request("GET", "/v2/health/live").reply()[0] == 200
+        eventually(lambda: server.states() == {"idle"}, "idle")
+        server.advance(SOON)
+        assert peer.request("GET", "/v2/health/live").reply()[0] == 200
+        eventually(lambda: server.states() == {"idle"}, "idle")
+        # As long as the peer's kernel has not acknowledged the reply it may be on its way.
+        eventually(lambda: server.advance(LATE) or server.connections() == 0, "the connection is gone")
+        assert peer.closed()
+
+
+def test_a_body_that_makes_progress_may_take_long(server: Running) -> None:
     body = np.zeros(64 << 10, np.float32).tobytes()
-    with impatient.connect() as peer:
+    with server.connect() as peer:
         peer.send(f"POST {INFER} HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n{RAW}\r\n\r\n".encode())
-        peer.sock.settimeout(0.3)
-        for start in range(0, len(body), 32 << 10):
-            peer.send(body[start : start + (32 << 10)])
-            with pytest.raises(TimeoutError):
-                peer.sock.recv(1)
-            if start > 4 * 32 << 10:
-                peer.sock.settimeout(30)
-                peer.send(body[start + (32 << 10) :])
-                break
+
+        def came() -> list[int]:
+            return [each._current.total_bytes for each in server.server._connections if each._current is not None]
+
+        for end in range(32 << 10, len(body), 32 << 10):
+            peer.send(body[end - (32 << 10) : end])
+            eventually(lambda: server.call(came) == [end], "it has come")  # noqa: B023
+            server.advance(SOON)
+            assert server.states() == {"body"}
+        peer.send(body[end:])
         assert peer.reply()[0] == 200
 
 
 LARGE = 12 << 20  # more than the kernel buffers
+NARROW = 16 << 10
 
 
 @pytest.fixture
-def large_answers(impatient: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
+def large_answers(server: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
     async def infer(request: InferRequest, _: object) -> InferResponse:
-        impatient.service.asked.append(request)
         return InferResponse("add1", "1", "", [OutputTensor("y", "UINT8", (LARGE,), bytes(LARGE))])
 
-    monkeypatch.setattr(impatient.service, "infer", infer)
-    return impatient
-
-
-def narrow(server: Running) -> Peer:
-    sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)
-    sock.connect(("127.0.0.1", server.port))
-    sock.settimeout(30)
-    return Peer(sock)
+    monkeypatch.setattr(server.service, "infer", infer)
+    return server
 
 
 def test_those_who_never_read_are_cut(large_answers: Running) -> None:
-    with narrow(large_answers) as peer:
+    with large_answers.connect(NARROW) as peer:
         peer.request("POST", INFER, bytes(16), RAW)
 
         def buffered() -> list[int]:
@@ -107,22 +101,23 @@ def test_those_who_never_read_are_cut(large_answers: Running) -> None:
 
         eventually(lambda: any(large_answers.call(buffered)), "the answer waits for the peer")
         assert max(large_answers.call(buffered)) <= 2 * http_limits.SEND_SIZE
-        eventually(lambda: large_answers.connections() == 0, "the connection is cut")
+        # As long as the peer's kernel takes something there is more time.
+        eventually(lambda: large_answers.advance(LATE) or large_answers.connections() == 0, "the connection is cut")
 
 
 def test_those_who_read_slowly_get_everything(large_answers: Running) -> None:
-    with narrow(large_answers) as peer:
+    def taken() -> int:
+        (count,) = large_answers.call(lambda: [each._taken() for each in large_answers.server._connections])
+        return count
+
+    with large_answers.connect(NARROW) as peer:
         peer.request("POST", INFER, bytes(16), RAW)
-        pause = socket.socketpair()
-        try:
-            pause[0].settimeout(0.3)
-            for _ in range(6):  # two seconds, three times the patience
-                with pytest.raises(TimeoutError):
-                    pause[0].recv(1)
-                peer._buffer += peer.sock.recv(64 << 10)
-        finally:
-            pause[0].close()
-            pause[1].close()
+        for _ in range(8):
+            eventually(lambda: large_answers.states() == {"sending"}, "the answer waits for the peer")
+            before = taken()
+            peer._buffer += peer.sock.recv(64 << 10)
+            eventually(lambda: taken() > before, "the peer's kernel takes more")  # noqa: B023
+            large_answers.advance(SOON)
         peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 20)
         assert len(peer.reply()[2]) > LARGE
 
@@ -149,10 +144,11 @@ def test_more_connections_than_allowed_are_told_so() -> None:
 
 
 def test_idle_connections_do_not_keep_others_out() -> None:
-    with running(max_connections=8, patience=IMPATIENT) as server:
+    with running(max_connections=8) as server:
         peers = [server.connect() for _ in range(8)]
         try:
             eventually(lambda: server.connections() == 8, "all are accepted")
+            server.advance(LATE)
             eventually(lambda: server.connections() == 0, "those that say nothing are closed")
             with server.connect() as peer:
                 assert peer.request("GET", "/v2/health/live").reply()[0] == 200
@@ -161,20 +157,14 @@ def test_idle_connections_do_not_keep_others_out() -> None:
                 peer.sock.close()
 
 
-def test_a_pipeline_without_end_waits_in_the_kernel(impatient: Running) -> None:
-    server = impatient
-    eventually(lambda: server.connections() == 0, "those of earlier tests are gone")
-    before = len(server.service.asked)
+def test_a_pipeline_without_end_waits_in_the_kernel(server: Running) -> None:
     gate = server.service.gate = server.call(asyncio.Event)
-    try:
-        with server.connect() as peer:
-            peer.request("POST", INFER, bytes(16), RAW)
-            for _ in range(2000):
-                peer.request("GET", "/v2/health/live")
-            eventually(lambda: len(server.service.asked) > before, "the first request runs")
-            (queued,) = server.call(lambda: [len(each._queue) for each in server.server._connections])
-            assert queued <= http_limits.PIPELINE
-            server.call(gate.set)
-            assert {peer.reply()[0] for _ in range(2001)} == {200}
-    finally:
-        server.service.gate = None
+    with server.connect() as peer:
+        peer.request("POST", INFER, bytes(16), RAW)
+        for _ in range(2000):
+            peer.request("GET", "/v2/health/live")
+        eventually(lambda: len(server.service.asked) == 1, "the first request runs")
+        (queued,) = server.call(lambda: [len(each._queue) for each in server.server._connections])
+        assert queued <= http_limits.PIPELINE
+        server.call(gate.set)
+        assert {peer.reply()[0] for _ in range(2001)} == {200}
