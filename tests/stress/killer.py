@@ -16,7 +16,7 @@ from tests.stress.broker import Broker, kill
 from tests.stress.counters import Counters
 from tests.stress.models import COLUMNS, QUICK, numbers
 
-PATIENCE_S = 30.0  # for a worker to be there, and to serve
+PATIENCE_S = 60.0  # for a worker to be there, and to serve
 
 
 class NotServing(Exception):

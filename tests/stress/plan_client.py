@@ -17,7 +17,7 @@ from tests.stress.judge import Judge
 from tests.stress.models import COLUMNS, ONCE, QUICK, SLOW, Served, numbers
 
 RUNNING, ENDED = np.float32(-1), np.float32(-2)  # what an output holds before its request ends, and after
-LOST_S = 20.0  # a request that has not ended by then never will
+LOST_S = 60.0  # a request that has not ended by then never will
 SHORT_S = (0.0002, 0.01)  # deadlines that some requests have
 
 

@@ -115,7 +115,7 @@ def test_the_queue_goes_on_when_a_look_for_free_memory_reaped(loop_client, small
         last = await plan.submit()  # finds its position free only by looking
         assert first.done()
         for pending in (queued, last):
-            await pending.result(timeout=20)
+            await pending.result(timeout=60)
 
     loop_client(test, slots=1)
 
@@ -248,7 +248,7 @@ def test_still_starting_and_nobody_there(small_broker, tmp_path_factory):
     async def test():
         small_broker.starting = True
         with pytest.raises(InferError, match="starting: 3 of 7 models"):
-            await clientlib.connect_async(f"ipc://{small_broker.directory}", timeout=0.05)
+            await clientlib.connect_async(f"ipc://{small_broker.directory}", timeout=0.5)
         with pytest.raises(InferError, match="no broker at"):
             await clientlib.connect_async(f"ipc://{tmp_path_factory.mktemp('empty')}")
 
@@ -292,7 +292,7 @@ def test_no_helper_threads(loop_client):
     async def test(client):
         before = threading.active_count()
         await asyncio.gather(*(client.infer("double", {"x": np.ones((1, 8), np.float32)}) for _ in range(100)))
-        assert threading.active_count() == before
+        assert threading.active_count() <= before
 
     loop_client(test)
 

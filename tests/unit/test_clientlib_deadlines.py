@@ -74,7 +74,7 @@ class TestThreads:
         assert caught.value.code == "UNAVAILABLE"
         assert other.is_alive()
         small_broker.start()
-        other.join(20)
+        other.join(60)
 
     def test_who_waits_for_a_broker_that_reads_nothing(self):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -101,7 +101,7 @@ class TestThreads:
                 session.call(call, time.monotonic() + 0.02)
         assert other.is_alive()
         session.close()
-        other.join(20)
+        other.join(60)
         assert len(lost) == 1
         theirs.close()
 

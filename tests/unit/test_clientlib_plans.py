@@ -23,7 +23,7 @@ def ran(small_broker, submit):
 class TestPlans:
     def test_outputs_lie_where_the_caller_put_them(self, client):
         region, plan = doubling(client)
-        result = plan.infer(timeout=10)
+        result = plan.infer(timeout=60)
         np.testing.assert_array_equal(result["y"], [[0, 2, 4, 6]])
         assert np.shares_memory(result["y"], region.memory.bytes)
         assert result.copied_bytes == 0
@@ -135,8 +135,8 @@ class TestOverlap:
             assert caught.value.code == "INVALID_ARG"
         second = plan.submit(output_slot=1)
         small_broker.release()
-        assert pending.result(10)["y"].shape == second.result(10)["y"].shape
-        other.infer(timeout=10)
+        assert pending.result(60)["y"].shape == second.result(60)["y"].shape
+        other.infer(timeout=60)
 
     def test_ended_is_not_in_use_though_nobody_looked(self, client, small_broker):
         region, plan = doubling(client)
@@ -144,7 +144,7 @@ class TestOverlap:
         again = client.prepare("double", {"x": x}, {"y": y})
         for submitted, other in ((plan, again), (again, plan), (plan, plan)):
             ran(small_broker, submitted.submit)
-            assert other.infer(timeout=10)["y"].shape == (1, 4)
+            assert other.infer(timeout=60)["y"].shape == (1, 4)
 
 
 class TestWaiting:
@@ -156,7 +156,7 @@ class TestWaiting:
             pending.result(timeout=0.01)
         assert not pending.done()
         small_broker.release()
-        assert pending.result(10) is pending.result()
+        assert pending.result(60) is pending.result()
         assert pending.done()
         assert not pending.cancel()
 
@@ -169,7 +169,7 @@ class TestWaiting:
         with pytest.raises(InferError, match="overlaps"):
             plan.submit()
         ran(small_broker, small_broker.release)
-        plan.infer(timeout=10)
+        plan.infer(timeout=60)
 
     def test_a_submitted_deadline_is_the_results(self, client, small_broker):
         _, plan = doubling(client)
@@ -186,10 +186,10 @@ class TestWaiting:
         pending = plan.submit()
         assert pending.cancel()
         with pytest.raises(InferError, match="cancelled") as caught:
-            pending.result(10)
+            pending.result(60)
         assert caught.value.code == "CANCELLED"
         small_broker.release()
-        plan.infer(timeout=10)
+        plan.infer(timeout=60)
 
     def test_a_full_channel_says_how_many_slots_it_has(self, small_broker):
         with connect(small_broker, slots=2) as client:
@@ -200,8 +200,8 @@ class TestWaiting:
                 plan.submit(output_slot=2, timeout=0.05)
             assert caught.value.code == "UNAVAILABLE"
             small_broker.release()
-            plan.submit(output_slot=2, timeout=10).result()
-            assert all(each.result(10) for each in pending)
+            plan.submit(output_slot=2, timeout=60).result()
+            assert all(each.result(60) for each in pending)
 
     def test_any_thread_may_wait(self, client, small_broker):
         _, plan = doubling(client, slots=(1, 8))
@@ -209,7 +209,7 @@ class TestWaiting:
         pending = [plan.submit(output_slot=k) for k in range(8)]
         shapes = []
         threads = [
-            threading.Thread(target=lambda each=each: shapes.append(each.result(20)["y"].shape))
+            threading.Thread(target=lambda each=each: shapes.append(each.result(60)["y"].shape))
             for each in pending
             for _ in range(2)
         ]
@@ -217,24 +217,28 @@ class TestWaiting:
             thread.start()
         small_broker.release()
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
         assert shapes == [(1, 4)] * 16
 
     def test_threads_have_channels_of_their_own_and_leave_them(self, client, small_broker):
         _, plan = doubling(client, slots=(8, 8))
         wrong = []
 
+        both = threading.Barrier(2)
+
         def work(k):
-            for _ in range(50):
-                if not (plan.infer(10, k, k)["y"] == np.arange(4 * k, 4 * k + 4) * 2).all():
+            for turn in range(50):
+                if not (plan.infer(60, k, k)["y"] == np.arange(4 * k, 4 * k + 4) * 2).all():
                     wrong.append(k)
+                if turn == 0:
+                    both.wait(60)  # each has its channel by now
 
         for _ in range(3):
             threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(20)
+                thread.join(60)
         assert not wrong
         # The broker gives two channels to a session; six threads came and went.
         assert small_broker.calls.count("OpenChannel") == 2
@@ -245,9 +249,9 @@ class TestWaiting:
         start = threading.Barrier(8)
 
         def work(k):
-            start.wait(20)
+            start.wait(60)
             for _ in range(50):
-                if not (plan.infer(10, k, k)["y"] == np.arange(4 * k, 4 * k + 4) * 2).all():
+                if not (plan.infer(60, k, k)["y"] == np.arange(4 * k, 4 * k + 4) * 2).all():
                     wrong.append(k)
 
         threads = [threading.Thread(target=work, args=(k,)) for k in range(8)]

@@ -46,7 +46,7 @@ def answering(path, *replies):
     thread = threading.Thread(target=serve)
     thread.start()
     yield
-    thread.join(10)
+    thread.join(60)
     listener.close()
     assert not thread.is_alive()
 

@@ -65,7 +65,9 @@ def outcome(root: Path, data: bytes) -> ModelConfig | LoadFailure:
     return run(root)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(cut=st.integers(0, len(ADD1)), position=st.integers(0, len(ADD1) - 1), value=st.integers(0, 255))
 def test_a_file_cut_or_changed_anywhere_loads_or_is_refused(tmp_path, cut, position, value):
     assert isinstance(outcome(tmp_path, ADD1[:cut]), ModelConfig if cut == len(ADD1) else LoadFailure)

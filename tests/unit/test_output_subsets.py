@@ -98,7 +98,9 @@ ASKED = st.tuples(st.permutations(sorted(WIDTHS)), st.integers(1, 3), st.integer
 )
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 @given(asked=st.lists(ASKED, min_size=2, max_size=4), cached=st.booleans())
 def test_each_gets_what_it_asked_for(loaded, asked, cached):
     if cached and loaded.model.cached is None:

@@ -41,7 +41,9 @@ def load(root: Path, backend: str) -> Loaded:
 
 
 @pytest.mark.parametrize("backend", ["sequence", "dyna_sequence"])
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(batches=st.lists(st.lists(Step, min_size=SLOTS, max_size=SLOTS), min_size=1, max_size=3))
 def test_each_row_has_its_own_length(tmp_path_factory, backend, batches):
     with load(tmp_path_factory.mktemp("models"), backend) as loaded:

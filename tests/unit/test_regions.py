@@ -188,7 +188,7 @@ class TestMapping:
         del memory, view
         gc.collect()
         assert open_descriptors() <= descriptors
-        assert maps.read_text().count("tensorbroker-pool") == mappings
+        assert maps.read_text().count("tensorbroker-pool") <= mappings
 
     def test_more_local_memory_than_an_address_space(self):
         for byte_size in (2**60, 2**70):

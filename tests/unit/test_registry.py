@@ -94,7 +94,7 @@ def test_refusals_leave_neither_descriptors_nor_quota(registry):
         ):
             with pytest.raises(InferError):
                 registry.register_pool(ALICE, name, byte_size, fd)
-    assert open_fds() == before
+    assert open_fds() <= before
     assert registry.quota.total == used
     assert [entry.name for entry in registry.of(ALICE.session)] == ["taken"]
 
@@ -124,7 +124,7 @@ def test_refused_system_regions_leave_no_descriptor(registry, system_key):
         ):
             with pytest.raises(InferError):
                 await registry.register_system(ALICE, "x", key, byte_size, offset)
-        assert open_fds() == before
+        assert open_fds() <= before
         assert len(registry.of(ALICE.session)) == 1
 
     asyncio.run(scenario())
@@ -275,7 +275,7 @@ def test_a_session_that_ends_while_pages_are_reserved_gives_all_back(registry, s
 
     def slow_reserve(fd, offset, byte_size):
         running.set()
-        may_go_on.wait(10)
+        may_go_on.wait(60)
         reserved.append(os.fstat(fd).st_ino)
 
     monkeypatch.setattr(regions, "reserve", slow_reserve)
@@ -284,7 +284,7 @@ def test_a_session_that_ends_while_pages_are_reserved_gives_all_back(registry, s
         await asyncio.to_thread(lambda: None)
         before = open_fds()
         first = asyncio.create_task(registry.register_system(ALICE, "a", system_key, PAGE, 0))
-        await asyncio.to_thread(running.wait, 10)
+        await asyncio.to_thread(running.wait, 60)
         inode = os.stat(f"/dev/shm{system_key}").st_ino
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -296,7 +296,7 @@ def test_a_session_that_ends_while_pages_are_reserved_gives_all_back(registry, s
         assert reserved == [inode]
         for fd in others:
             os.close(fd)
-        assert open_fds() == before
+        assert open_fds() <= before
 
     asyncio.run(scenario())
 

@@ -34,13 +34,13 @@ def vector(*values):
 class TestSaid:
     def test_arrays_alone_ask_nothing_first(self, client, fake):
         fake.said.clear()
-        result = client.infer("double", {"x": vector(1, 2)}, timeout=30, priority=3)
+        result = client.infer("double", {"x": vector(1, 2)}, timeout=3000, priority=3)
         assert result["y"].tolist() == [[2, 4]]
         assert result.copied_bytes == 16
         assert fake.said == []
         (request,) = fake.requests
         assert (request.outputs, request.priority) == (None, 3)
-        assert 29e6 < request.timeout_us <= 30e6
+        assert 2900e6 < request.timeout_us <= 3000e6
 
     def test_a_sequence(self, client, fake):
         _, plan = plan_of(client)

@@ -15,6 +15,7 @@ from clientlib.remote import http_async, http_transport, transport
 from clientlib.remote.http_connections import THREADS
 from clientlib.remote.transport import InferRequest, InputTensor
 from shm.errors import InferError
+from tests.fakes.broker import eventually
 from tests.fakes.raw_http import RawHttp, hang, hang_up, raw, reply
 
 HEAD = {"outputs": [{"name": "y", "datatype": "FP32", "shape": [1, 2], "parameters": {"binary_data_size": 8}}]}
@@ -202,12 +203,13 @@ def test_errors(serve, status, body, code, text):
 def test_a_server_that_says_nothing(serve):
     server, wire = serve(hang, hang)
     with pytest.raises(InferError, match="Request timeout expired") as caught:
-        wire.infer(request(), time.monotonic() + 0.05)
+        wire.infer(request(), time.monotonic() + 0.2)
     assert caught.value.code == "UNAVAILABLE"
     with pytest.raises(InferError, match=f"no answer to Live from {server.url}"):
-        wire.call(transport.Live(), time.monotonic() + 0.05)
+        wire.call(transport.Live(), time.monotonic() + 0.2)
     with pytest.raises(InferError, match="Request timeout expired"):
         wire.infer(request(), time.monotonic() - 1)
+    eventually(lambda: len(server.requests) >= 2, "it has read both")
     assert len(server.requests) == 2
 
 

@@ -30,7 +30,7 @@ def broker() -> Iterator[tuple[socket.socket, Link]]:
 def test_a_message_that_lost_its_descriptors_is_refused_by_its_number(broker, room):
     ours, link = broker
     null = os.open(os.devnull, os.O_RDONLY)
-    before = os.listdir("/proc/self/fd")
+    before = set(os.listdir("/proc/self/fd"))
     sockets.send(ours, messages.encode(ATTACH), [null] * 4)
     sockets.send(ours, messages.encode(messages.DetachChannel(id=8, channel=1)))
     free = [os.dup(null) for _ in range(room + 1)]
@@ -48,7 +48,7 @@ def test_a_message_that_lost_its_descriptors_is_refused_by_its_number(broker, ro
     assert isinstance(refused, messages.Refused)
     assert (refused.id, refused.code) == (7, "UNAVAILABLE")
     assert "RLIMIT_NOFILE" in refused.message
-    assert os.listdir("/proc/self/fd") == before
+    assert set(os.listdir("/proc/self/fd")) <= before
     sockets.send(ours, messages.encode(ATTACH), [null] * 4)
     received = link.receive()
     assert received is not None
