@@ -12,7 +12,7 @@ from onnx import TensorProto
 import clientlib
 from clientlib.client import Client
 from tests.fakes import models
-from tests.fakes.broker import Broker
+from tests.fakes.broker import Broker, eventually
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -45,7 +45,7 @@ def broker(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bro
     models.write_model(root, "scalar", models.identity(dims=()))
     models.write_model(root, "square", models.identity(dims=(2, 2)), config=SQUARE.format(0))
     models.write_model(root, "square_batch", models.identity(dims=("batch", 2, 2)), config=SQUARE.format(8))
-    together = SQUARE.format(8) + "dynamic_batching { max_queue_delay_microseconds: 1000000 preferred_batch_size: 4 }"
+    together = SQUARE.format(8) + "dynamic_batching { max_queue_delay_microseconds: 60000000 preferred_batch_size: 4 }"
     models.write_model(root, "square_together", models.identity(dims=("batch", 2, 2)), config=together)
     models.write_model(root, "pairs", models.identity(dims=("a", 2, "b")), config=PAIRS)
     models.write_model(root, "distinct", models.unique(), config=models.NONZERO_CONFIG)
@@ -104,6 +104,7 @@ def test_requests_that_run_as_one_batch(client):
         pending.append(plan.submit(input_slot=position, output_slot=position))
     for position, request in enumerate(pending):
         np.testing.assert_array_equal(request.result(timeout=30)["y"], np.full((1, 4), position, np.float32))
+    eventually(lambda: client.statistics("square_together")[0]["inference_count"] == 4, "all are counted")
     assert client.statistics("square_together")[0]["execution_count"] == 1
 
 
