@@ -16,7 +16,7 @@ class Clock:
 
     def __init__(self, lab: test_worker_streams.Lab, gap: int) -> None:
         self.now, self._lab, self._gap = 0, lab, gap
-        self._began = time.monotonic_ns() + 10**9  # after all that is true time
+        self._began = time.monotonic_ns() + 10**12  # after all that is true time
 
     def __call__(self) -> int:
         return self._began + self.now * 10**9
