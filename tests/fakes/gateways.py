@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import random
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +16,24 @@ from tests.fakes.broker import Broker
 FLAGS = ("http", "grpc", "metrics")
 
 
+LOWEST_PORT = 10_000
+
+
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on at this moment."""
+    """Ports that nobody listens on at this moment, and that the kernel gives to no connection until somebody does.
+
+    A client that tries a port of the kernel's own range again and again may get that very port, and connect to itself.
+    """
+    kernels = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    chance = random.SystemRandom()
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [taken.getsockname()[1] for taken in sockets]
+        found: list[int] = []
+        while len(found) < count:
+            port = chance.randrange(LOWEST_PORT, kernels) if kernels > 2 * LOWEST_PORT else 0
+            with contextlib.suppress(OSError):  # taken
+                taken = stack.enter_context(socket.create_server(("127.0.0.1", port)))
+                found.append(taken.getsockname()[1])
+        return found
 
 
 class Gateway(Broker):
