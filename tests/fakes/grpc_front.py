@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
@@ -14,13 +13,8 @@ from typing import Any
 from broker.gateway.grpc.server import GrpcServer
 from broker.gateway.kserve import Caller
 from broker.gateway.options import GatewayOptions
+from tests.fakes.gateways import free_ports
 from tests.fakes.kserve import FakeService
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Front:
@@ -29,7 +23,7 @@ class Front:
     def __init__(self, directory: Path, service: FakeService, **options: Any) -> None:
         self.service = service
         self.peers: set[str] = set()
-        self.port = free_port()
+        self.port = free_ports(1)[0]
         options = {"grpc_port": self.port, "directory": str(directory), "broker_uid": os.getuid(), **options}
         self.options = GatewayOptions(**options)
         self.server = GrpcServer(service, self.options, self._identify)

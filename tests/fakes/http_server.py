@@ -18,18 +18,13 @@ from broker.gateway.kserve import Caller
 from broker.gateway.options import GatewayOptions
 from broker.gateway.peers import Peers
 from tests.fakes.broker import eventually
+from tests.fakes.gateways import free_ports
 from tests.fakes.kserve import FakeService
 
 T = TypeVar("T")
 WAIT_S = 30.0
 # Nobody is closed because the machine was busy with something else. Who tests that looks moves the clock (`advance`).
 PATIENT = Patience(first_byte=60, head=60, body=60, send=60, idle=60, discard=60)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def identify(_: Any, headers: Mapping[str, str]) -> Caller:
@@ -163,7 +158,7 @@ def running(*, max_connections: int = 0, peers: bool = False, **options: Any) ->
     try:
         # Not pytest's directory: the name of a Unix socket has to be short.
         with tempfile.TemporaryDirectory(prefix="tb-http-") as directory:
-            given = {"directory": directory, "broker_uid": 0, "http_port": free_port()} | options
+            given = {"directory": directory, "broker_uid": 0, "http_port": free_ports(1)[0]} | options
             it = Running(GatewayOptions(**given), loop)
 
             known = Peers(it.options.broker_uid) if peers else None
