@@ -106,6 +106,7 @@ async def inputs_of(client: clientlib.AsyncClient) -> dict[str, clientlib.Tensor
 
 
 def test_the_deadline_is_for_all_of_it(client):
+    client.stream("repeat", repeat(100_000, 1)).close()  # so that what the next one needs is there already
     stream = client.stream("repeat", repeat(100_000, 1), timeout=0.2)
     with pytest.raises(InferError, match="Request timeout expired") as caught:
         list(stream)
@@ -116,6 +117,8 @@ def test_the_deadline_is_for_all_of_it(client):
 
 @on_loop
 async def test_the_deadline_is_for_all_of_it_on_a_loop(client):
+    async with client.stream("repeat", repeat(100_000, 1)) as stream:  # what the next one needs is there then
+        await anext(stream)
     stream = client.stream("repeat", repeat(100_000, 1), timeout=0.2)
     with pytest.raises(InferError, match="Request timeout expired"):
         [_ async for _ in stream]
@@ -161,6 +164,7 @@ def test_what_waits_for_its_reader_ends_at_once(streaming, how, monkeypatch):
 
     @on_loop
     async def test(client):
+        assert await indexes(client.stream("acts", acts(1))) == [0]  # what the next one needs is there then
         stream = client.stream("acts", acts(1000, 1 << 20), timeout=2 if how == "deadline" else None)
         await stream
         inflow = stream._source
