@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 
@@ -27,6 +27,7 @@ from shm.prctl import PR_SET_PDEATHSIG, prctl
 from tests.fakes.processes import children
 
 LIMIT_S = 30.0
+T = TypeVar("T")
 
 
 def eventually(condition: Callable[[], Any], what: str = "") -> Any:
@@ -35,6 +36,21 @@ def eventually(condition: Callable[[], Any], what: str = "") -> Any:
     while not (value := condition()):
         assert time.monotonic() < deadline, f"never came true: {what or condition}"
         select.select([], [], [], 0.005)
+    return value
+
+
+def steady(read: Callable[[], T], for_s: float = 0.2) -> T:
+    """What `read` gives once it has given the same for so long.
+
+    For counters: a worker adds up what ran inline when it pauses, so what earlier requests did may still come.
+    """
+    value, since = read(), time.monotonic()
+    deadline = since + LIMIT_S
+    while (now := time.monotonic()) < since + for_s:
+        assert now < deadline, f"never steady: {value}"
+        select.select([], [], [], 0.02)
+        if (latest := read()) != value:
+            value, since = latest, time.monotonic()
     return value
 
 
@@ -121,9 +137,13 @@ class Broker:
         return client
 
     def status(self) -> dict[str, Any]:
-        answer = command("status", "--json", "--directory", str(self.directory))
-        assert answer.returncode == 0, answer.stderr
-        document: dict[str, Any] = json.loads(answer.stdout)
+        """What `tensorbroker status --json` prints, by the same code: starting a Python for it takes half a second."""
+        from broker.commands import NoAnswer, ask_status
+
+        try:
+            document: dict[str, Any] = json.loads(json.dumps(ask_status(str(self.directory))))
+        except NoAnswer as error:
+            raise AssertionError(str(error)) from error
         return document
 
     def descriptors(self) -> int:
@@ -152,7 +172,11 @@ class HandClient:
     def __init__(self, path: str) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.settimeout(LIMIT_S)
-        self.socket.connect(path)
+        try:
+            self.socket.connect(path)
+        except OSError:
+            self.socket.close()
+            raise
         self.fds: list[int] = []
         self._last = 0
 
@@ -168,12 +192,16 @@ class HandClient:
 
     def receive(self) -> dict[str, Any] | None:
         """The next message that is not Starting; None at the end."""
+        was_reset = False
         while True:
             self.drop()
             try:
                 data, ancillary, _, _ = self.socket.recvmsg(65536, socket.CMSG_SPACE(64))
             except ConnectionResetError:
-                return None
+                if was_reset:
+                    return None
+                was_reset = True  # it closed without having read all; what it had said before is still to be read
+                continue
             for _, _, payload in ancillary:
                 self.fds += array.array("i", payload)
             if not data:

@@ -17,6 +17,7 @@ from tests.faults import child
 
 SHAPE = (4, 64)
 PERIOD_S = 0.02
+PATIENCE_S = 50.0  # longer than a worker is away, and still an answer within `nursery.LIMIT_S`
 REGION = "canary's own"
 
 
@@ -43,10 +44,10 @@ class _Side:
             if number & 2:
                 self.target[:] = -1.0
                 self.source[:] = x
-                self.plan.infer(timeout=20)
+                self.plan.infer(timeout=PATIENCE_S)
                 y = self.target
             else:
-                y = self.client.infer(self.model, {"x": x}, timeout=20)["y"]
+                y = self.client.infer(self.model, {"x": x}, timeout=PATIENCE_S)["y"]
         except clientlib.InferError as error:
             self.errors[error.code] += 1
             self.texts = [*self.texts[-4:], str(error)]
@@ -60,7 +61,7 @@ class _Side:
 
 def run(models: dict[str, str]) -> dict[str, Any]:
     """Ask until told to stop; `models` names the model to ask, by worker. Answers "report" with its counts so far."""
-    client = clientlib.connect(timeout=20)
+    client = clientlib.connect(timeout=PATIENCE_S)
     region = client.create_region(REGION, 8192)
     sides = {worker: _Side(client, model, region, 4096 * i) for i, (worker, model) in enumerate(models.items())}
     for number in range(4):  # every kind of request once, so that nothing it needs is new after the first report

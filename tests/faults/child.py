@@ -31,7 +31,7 @@ def say(value: Any) -> None:
     _send("say", value)
 
 
-def hear(timeout_s: float = 60.0) -> Any:
+def hear(timeout_s: float = 300.0) -> Any:
     """What the test said with `Child.tell`; None when it has nothing to say within the time."""
     assert _line is not None
     return json.loads(_line.recv_bytes()) if _line.poll(timeout_s) else None
@@ -48,14 +48,14 @@ def refusal(function: Any, *arguments: Any, **options: Any) -> list[str]:
 
 def valid_request() -> None:
     """Connect, run a model on arrays and on a region, check the answers."""
-    with clientlib.connect(timeout=10) as client:
+    with clientlib.connect(timeout=40) as client:
         x = np.arange(8, dtype=np.float32).reshape(2, 4)
-        assert np.array_equal(client.infer("add1", {"x": x}, timeout=10)["y"], x + 1)
+        assert np.array_equal(client.infer("add1", {"x": x}, timeout=40)["y"], x + 1)
         region = client.create_region("valid", 4096)
         source, target = region.array((2, 4), "FP32"), region.array((2, 4), "FP32", offset=64)
         source[:] = x
         inputs, outputs = {"x": region.tensor((2, 4), "FP32")}, {"y": region.tensor((2, 4), "FP32", offset=64)}
-        client.prepare("add1", inputs=inputs, outputs=outputs).infer(timeout=10)
+        client.prepare("add1", inputs=inputs, outputs=outputs).infer(timeout=40)
         assert np.array_equal(target, x + 1)
 
 

@@ -25,7 +25,7 @@ from tests.faults.lab import SAME, Lab, eventually
 PID_MAX, LAST_PID = Path("/proc/sys/kernel/pid_max"), Path("/proc/sys/kernel/ns_last_pid")
 FEW = 400
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 
 class Crowd:
@@ -61,9 +61,9 @@ def ask(http: int) -> None:
     """Whenever told to: requests of a new client, a region, a load, and the same over HTTP."""
     child.say("here")
     while child.hear() == "ask":
-        with clientlib.connect(timeout=10) as client, raw.named_memory(8 << 20) as key:
+        with clientlib.connect(timeout=40) as client, raw.named_memory(8 << 20) as key:
             told: dict[str, Any] = {
-                "served": child.refusal(client.infer, "other", {"x": X}, timeout=10),
+                "served": child.refusal(client.infer, "other", {"x": X}, timeout=40),
                 "region": child.refusal(client.register_system_shm, "r", key, 8 << 20),
                 "http": front_doors.ask_http(http, "POST", "/v2/models/other/infer", front_doors.infer_document())[0],
                 "load": front_doors.ask_http(http, "POST", "/v2/repository/models/matmul/load"),
@@ -182,7 +182,7 @@ def look_for_it() -> list[Any]:
 
 
 def stay() -> None:
-    client = clientlib.connect(f"zmq+ipc://{os.environ['TENSORBROKER_DIR']}", timeout=10)
+    client = clientlib.connect(f"zmq+ipc://{os.environ['TENSORBROKER_DIR']}", timeout=40)
     region = client.create_region("mine", 1 << 20)
     child.say(region.key)
     signal.pause()

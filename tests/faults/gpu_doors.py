@@ -237,4 +237,4 @@ def walk_through(**places: int) -> None:
     with clientlib.connect() as client:
         for model in ("add", "mover", "far"):
             given = {name: np.ones(4, np.float32) for name in INPUTS.get(model, ("INPUT0",))}
-            client.infer(model, given, timeout=10)  # what an instance keeps for memory of the host
+            client.infer(model, given, timeout=40)  # what an instance keeps for memory of the host

@@ -19,7 +19,7 @@ import posix_ipc
 from shm.client_channel import ClientChannel
 from tests.fakes.broker import HandClient, pool, tensor
 
-LIMIT_S = 20.0
+LIMIT_S = 40.0
 CODE_MASK = 0xFFFF_FFFF
 Reply = dict[str, Any]
 

@@ -102,7 +102,7 @@ def add_one(client: clientlib.Client, region: clientlib.Region) -> bool:
     x, y = region.array((2, 4), "FP32"), region.array((2, 4), "FP32", 256)
     x[:], y[:] = np.arange(8, dtype=np.float32).reshape(2, 4), 0
     inputs, outputs = {"x": region.tensor((2, 4), "FP32")}, {"y": region.tensor((2, 4), "FP32", 256)}
-    client.prepare("add1", inputs=inputs, outputs=outputs).infer(timeout=10)
+    client.prepare("add1", inputs=inputs, outputs=outputs).infer(timeout=40)
     return bool((y == x + 1).all())
 
 
@@ -123,7 +123,7 @@ def own(python: str, key: str) -> str:
 
 
 def use(key: str, stay: bool) -> bool:
-    client = clientlib.connect(timeout=10)
+    client = clientlib.connect(timeout=40)
     right = add_one(client, client.register_system_shm("theirs", key, SIZE))
     if stay:
         child.say(right)
@@ -164,8 +164,8 @@ def test_r22_memory_of_another_python_outlives_all_of_ours(lab: Any, version: st
 def lend(python: str) -> dict[str, Any]:
     """Regions of ours, made over ZeroMQ or registered by name, that another Python attaches to and leaves."""
     told: dict[str, Any] = {}
-    with raw.named_memory(SIZE) as key, clientlib.connect(timeout=10) as native:
-        remote = clientlib.connect(f"zmq+ipc://{os.environ['TENSORBROKER_DIR']}", timeout=10)
+    with raw.named_memory(SIZE) as key, clientlib.connect(timeout=40) as native:
+        remote = clientlib.connect(f"zmq+ipc://{os.environ['TENSORBROKER_DIR']}", timeout=40)
         regions = (native, native.register_system_shm("named", key, SIZE)), (remote, remote.create_region("made", SIZE))
         for client, region in regions:
             assert add_one(client, region)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.fakes.broker import eventually
+from tests.fakes.broker import alive, eventually
 from tests.fakes.gateways import Gateway
 from tests.fakes.zmq_gateway import HandZmqClient
 from tests.faults import raw, repository
@@ -75,8 +75,10 @@ def test_k03_a_broker_that_was_killed_and_is_back(tmp_path: Path) -> None:
             clients["http"].client.register_system_shared_memory("mine", key, SIZE)
             for door in clients.values():
                 door.infer("mine", 0, 16)
+            family = first.descendants()
             first.process.kill()
             first.process.wait()
+            eventually(lambda: not any(map(alive, family)), "its gateway and workers have ended with it")
             for door in clients.values():
                 assert outcome(door.infer, "mine", 0, 16)[0] != "OK"
             with serving(tmp_path, ports=first.ports):

@@ -62,10 +62,10 @@ def run_over_holes(turns: int) -> list[list[float]]:
         with meanwhile(punch):
             for _ in while_it_lasts(turns):
                 x[:] = 6
-                plan.infer(timeout=20)
+                plan.infer(timeout=60)
                 seen |= set(np.unique(y).tolist())
         x[:] = 6
-        plan.infer(timeout=20)
+        plan.infer(timeout=60)
         return [sorted(seen), np.unique(y).tolist()]
 
 
@@ -88,8 +88,8 @@ def write_over_outputs(turns: int) -> list[float]:
 
         with meanwhile(scribble):
             for _ in while_it_lasts(turns):
-                plan.infer(timeout=20)
-        plan.infer(timeout=20)
+                plan.infer(timeout=60)
+        plan.infer(timeout=60)
         found: list[float] = np.unique(y).tolist()
         return found
 
@@ -109,10 +109,10 @@ def shrink_and_grow(half: bool) -> list[object]:
             places = {"x": region.tensor(SHAPE, "FP32", MIB)}, {"y": region.tensor(SHAPE, "FP32")}
             plan = client.prepare("add1", *places)
             x[:] = 6
-            plan.infer(timeout=20)
+            plan.infer(timeout=60)
             os.ftruncate(memory.fd, MIB if half else 0)
             os.ftruncate(memory.fd, 2 * MIB)
-            told = child.refusal(plan.infer, timeout=20)
+            told = child.refusal(plan.infer, timeout=60)
             return [told, np.unique(y).tolist()]
     finally:
         os.close(memory.fd)

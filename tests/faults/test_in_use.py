@@ -19,7 +19,7 @@ from tests.faults.repository import SAME
 # --- B-11: unregister during inference -----------------------------------------------------------------------------
 
 
-def _unregister_in_flight(requests: int, kind: str) -> dict[str, Any]:
+def _unregister_in_flight(requests: int, kind: str, count: int) -> dict[str, Any]:
     """Both regions are unregistered when `requests` requests have been accepted, the first of which takes a while."""
     with raw.named_memory(1 << 16) as key, clientlib.connect(slots=128) as client:
         make = {
@@ -28,7 +28,7 @@ def _unregister_in_flight(requests: int, kind: str) -> dict[str, Any]:
         }[kind]
         source, target = make("in", 0), make("out", 1 << 15)
         counts = source.array((2,), "INT64")
-        counts[:] = 500_000, 1
+        counts[:] = count, 1
         x, y = source.array((4,), "FP32", 64), target.array((requests, 4), "FP32")
         x[:] = 1
         plan = client.prepare(
@@ -38,16 +38,16 @@ def _unregister_in_flight(requests: int, kind: str) -> dict[str, Any]:
             slots=(2, requests),
         )
         pendings = [plan.submit(input_slot=min(slot, 1), output_slot=slot) for slot in range(requests)]
-        client.infer("add1", {"x": np.ones((1, 4), np.float32)}, timeout=10)  # behind them on the same channel
+        client.infer("add1", {"x": np.ones((1, 4), np.float32)}, timeout=40)  # behind them on the same channel
         early = pendings[0].done()
         for name in ("in", "out"):
             client.unregister(name)
         listed = [row.name for row in client.regions() if row.name in ("in", "out") and row.state == "active"]
-        outcomes = [child.refusal(pending.result, timeout=20) for pending in pendings]
+        outcomes = [child.refusal(pending.result, timeout=60) for pending in pendings]
         return {
             "early": early,
             "outcomes": sorted({f"{code} {text}" for code, text in outcomes}),
-            "right": bool((y[0] == 500_001).all() and (y[1:] == 2).all()),
+            "right": bool((y[0] == count + 1).all() and (y[1:] == 2).all()),
             "listed": listed,
             "later": child.refusal(plan.infer, timeout=5),
         }
@@ -57,7 +57,10 @@ def _unregister_in_flight(requests: int, kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("requests", [1, 100])
 def test_b11_unregister_during_inference(lab: Lab, requests: int, kind: str) -> None:
     """[B-11] what was accepted succeeds on memory that stays mapped for it; what comes later is NOT_FOUND."""
-    found = lab.offend(_unregister_in_flight, requests=requests, kind=kind)
+    for count in (500_000, 2_000_000, 8_000_000):  # a busy machine may be slow to unregister
+        found = lab.offend(_unregister_in_flight, requests=requests, kind=kind, count=count, timeout_s=90)
+        if not found["early"]:
+            break
     assert not found["early"], "the slow request was over before its regions went"
     assert found["outcomes"] == ["OK "]
     assert found["right"]
@@ -85,7 +88,7 @@ def _infer_unaligned(datatype: str, offset: int) -> bool:
                 outputs={"y": region.tensor(x.shape, datatype, target)},
             )
             expected = x + 1 if model == "add1" else x
-            plan.infer(timeout=10)
+            plan.infer(timeout=40)
             if not np.array_equal(region.array(x.shape, dtype, target), expected):
                 return False
             around = region.array((16,), "UINT8", target + x.nbytes)
@@ -114,11 +117,11 @@ def _infer_nothing() -> dict[str, Any]:
                 inputs={"x": region.tensor(shape, "FP32", 64)},
                 outputs={"y": region.tensor(shape, "FP32", 64)},
             )
-            found[f"placed {shape}"] = list(plan.infer(timeout=10)["y"].shape)
+            found[f"placed {shape}"] = list(plan.infer(timeout=40)["y"].shape)
         found["untouched"] = bool((memory == 0xEE).all())
-        found["arrays"] = list(client.infer("add1", {"x": np.empty((3, 0), np.float32)}, timeout=10)["y"].shape)
-        found["open"] = list(client.infer("nonzero", {"x": np.zeros(8, np.float32)}, timeout=10)["y"].shape)
-        found["strings"] = list(client.infer("identity_string", {"x": np.empty((2, 0), object)}, timeout=10)["y"].shape)
+        found["arrays"] = list(client.infer("add1", {"x": np.empty((3, 0), np.float32)}, timeout=40)["y"].shape)
+        found["open"] = list(client.infer("nonzero", {"x": np.zeros(8, np.float32)}, timeout=40)["y"].shape)
+        found["strings"] = list(client.infer("identity_string", {"x": np.empty((2, 0), object)}, timeout=40)["y"].shape)
     return found
 
 
@@ -149,7 +152,7 @@ def _map_and_unmap(turns: int) -> dict[str, int]:
             )
             pending = plan.submit()
             client.unregister(region.name)
-            code, _ = child.refusal(pending.result, timeout=10)
+            code, _ = child.refusal(pending.result, timeout=40)
             counts[code] = counts.get(code, 0) + 1
             if code == "OK":
                 counts["wrong"] += not (pending.result()["y"] == turn + 1).all()
@@ -171,16 +174,23 @@ def _keep_one_running(count: int) -> dict[str, int]:
     with clientlib.connect() as client:
         arrays = {"count": np.array([count]), "x": np.zeros(4, np.float32)}
         before = _worker_counts(observer)
-        thread = threading.Thread(target=client.infer, args=("slow", arrays), kwargs={"timeout": 20})
+        enough = threading.Event()
+
+        def keep_one() -> None:
+            while not enough.is_set():
+                client.infer("slow", arrays, timeout=60)
+
+        thread = threading.Thread(target=keep_one)
         thread.start()
         for _ in range(20):
-            client.infer("matmul", {"x": np.ones((1, 4), np.float32)}, timeout=10)
+            client.infer("matmul", {"x": np.ones((1, 4), np.float32)}, timeout=40)
         # The worker writes them when it has nothing better to do: within a moment, not at once.
-        ends = time.monotonic() + 10
+        ends = time.monotonic() + 40
         while True:
             during = _worker_counts(observer)
             if (during["requests"] >= before["requests"] + 21 and during["in_flight"]) or time.monotonic() > ends:
                 break
+        enough.set()
         thread.join()
     return {"taken": during["requests"] - before["requests"], "in flight": during["in_flight"]}
 
@@ -193,6 +203,6 @@ def _worker_counts(observer: HandClient) -> dict[str, int]:
 def test_s5_status_counts_what_the_worker_took(lab: Lab) -> None:
     """[S5] `requests` and `in_flight` of a worker are what it took and what it has not ended."""
     lab.checked = True
-    found = lab.offend(_keep_one_running, count=1_000_000)
+    found = lab.offend(_keep_one_running, count=300_000)
     assert found["taken"] >= 21
     assert found["in flight"] >= 1

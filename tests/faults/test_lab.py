@@ -25,6 +25,10 @@ def _wait_for_ever() -> None:
     child.hear(600)
 
 
+def _say_nothing() -> None:
+    child.hear(600)
+
+
 def _crash() -> None:
     raise ValueError("on purpose")
 
@@ -57,7 +61,7 @@ def test_offender_that_raises_or_says_nothing_fails_the_row(lab):
     with pytest.raises(AssertionError, match="on purpose"):
         lab.offend(_crash)
     with pytest.raises(AssertionError, match="said nothing"):
-        lab.start(_wait_for_ever).result(timeout_s=0.0)
+        lab.start(_say_nothing).result(timeout_s=0.0)
     lab.settled()
 
 

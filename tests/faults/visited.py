@@ -17,8 +17,6 @@ from tests.faults.measure import Holdings, alive, holdings
 from tests.faults.nursery import LIMIT_S, Child
 from tests.faults.repository import OTHER, SAME
 
-MORE_PLACES = 8  # regions that a row may have gateways make
-
 
 class VisitedLab(FrontDoors):
     """`settled(lost=True)`: a gateway was killed, and with it whichever of the visitor's requests were in it."""
@@ -46,7 +44,6 @@ class VisitedLab(FrontDoors):
     def remember(self) -> None:
         self._gateways = self.gateway_pids()
         super().remember()
-        self._places_before = self._places()
 
     def gateway_pids(self) -> tuple[int, ...]:
         return tuple(row["pid"] or 0 for row in self.status()["gateways"])
@@ -65,12 +62,16 @@ class VisitedLab(FrontDoors):
 
     def settled(self, *, replaced: str = "", holders: int = 0, lost: bool = False) -> None:
         if lost:
-            eventually(lambda: all(row["state"] == "serving" for row in self.status()["gateways"]), "gateways are back")
+            eventually(self._gateways_serve, "gateways are back")
             self._gateways = self.gateway_pids()
             self._held = {name: held for name, held in self._held.items() if not name.startswith("gateway")}
         assert self.gateway_pids() == self._gateways, f"S2: a gateway was replaced\n{self.broker.log()[-4000:]}"
         super().settled(replaced=replaced, holders=holders)
         self._check_visitor(replaced, lost)
+
+    def _gateways_serve(self) -> bool:
+        """Alive, too: just after a death the status still names the dead one."""
+        return all(row["state"] == "serving" and alive(row["pid"]) for row in self.status()["gateways"])
 
     def _check_visitor(self, replaced: str, lost: bool) -> None:
         deadline = time.monotonic() + LIMIT_S
@@ -93,32 +94,6 @@ class VisitedLab(FrontDoors):
         self._visitor.tell("report")
         report: dict[str, Any] = self._visitor.heard()
         return report
-
-    def _region_rows(self) -> list[tuple[int, str, int]]:
-        """Of others than gateways, whose own are the places of plans that they keep."""
-        return [row for row in super()._region_rows() if row[0] not in self.gateway_sessions()]
-
-    def gateway_sessions(self) -> set[int]:
-        status = self.status()
-        pids = {row["pid"] for row in status["gateways"]}
-        return {row["id"] for row in status["sessions"] if row["pid"] in pids}
-
-    def _places(self) -> int:
-        """Regions of the gateways' own, aliases not counted."""
-        sessions = self.gateway_sessions()
-        regions = self.status()["regions"]
-        return sum(row["session"] in sessions and row["name"].startswith("clientlib.") for row in regions)
-
-    def _kept(self) -> list[str]:
-        """A gateway may have made places for new plans: each is a region, of which all processes have a descriptor."""
-        more = self._places() - self._places_before
-        if not 0 < more <= MORE_PLACES:
-            return super()._kept()
-        known, self._held = self._held, {name: Holdings(*(n + 2 * more for n in h)) for name, h in self._held.items()}
-        try:
-            return super()._kept()
-        finally:
-            self._held = known
 
     def _holdings(self) -> dict[str, Holdings]:
         pids = {f"gateway {index}": pid for index, pid in enumerate(self._gateways)}
