@@ -1,4 +1,5 @@
-"""What an admitted request meets before it is queued: models, or queues, that may answer it without an instance.
+"""What an admitted request meets before it is queued: models, or queues, that may answer it without an instance, and
+what it has to wait for.
 
 Called by the loop's leader with what it took from one channel, and by runs of ensembles with their steps.
 """
@@ -6,12 +7,13 @@ Called by the loop's leader with what it took from one channel, and by runs of e
 from __future__ import annotations
 
 from broker.worker.ensembles.run import Withdrawable
+from broker.worker.held import Held
 from broker.worker.plans import Plan
 from shm.admission import Request
 
 
-def take_in(requests: list[Request]) -> list[Request]:
-    """End those whose answer is known; returns the others, which are to be queued."""
+def take_in(requests: list[Request], held: Held) -> list[Request]:
+    """End those whose answer is known; returns the others, which are to be queued now: not those that `held` has."""
     rest: list[Request] = []
     answered: list[Request] = []
     for request in requests:
@@ -22,6 +24,8 @@ def take_in(requests: list[Request]) -> list[Request]:
             answered.append(request)
         elif model is not None and model.ensemble is not None:
             model.ensemble.begin(request)
+        elif model is not None and request.wait_event and held.hold(request, plan, model):
+            pass
         else:
             rest.append(request)
     if answered:

@@ -17,6 +17,7 @@ from broker.worker.batch import SHORT_NS, Batch, by_channel, worth_taking
 from broker.worker.endings import count_endings
 from broker.worker.ensembles.inline import lone_run
 from broker.worker.execute import run_batch
+from broker.worker.held import Held
 from broker.worker.hot_set import HotSet
 from broker.worker.intake import take_in, withdraw
 from broker.worker.model import LoadedModel
@@ -54,6 +55,7 @@ class Loop:
         self._ran_short = False  # by a leader, since it slept last
         self._block = own_block
         self._backlog = Backlog(self.scheduler)
+        self._held = Held(self.submit, self.end)
         self._taken = 0  # since the last flush
         self._watch_fd = watch_fd  # wakes the control thread: look after the leader
 
@@ -63,7 +65,7 @@ class Loop:
         """Watch a channel whose recovery has run."""
         self._block[statistics.RECOVERED] += len(recovered.suspects) + len(recovered.fresh)
         self._attached = [*self._attached, channel]
-        self._refuse(self.scheduler.adopt(Recovered(recovered.suspects, take_in(recovered.fresh))))
+        self._refuse(self.scheduler.adopt(Recovered(recovered.suspects, take_in(recovered.fresh, self._held))))
         self.hot_set.add(channel)
 
     def detach(self, channel: WorkerChannel) -> None:
@@ -83,9 +85,9 @@ class Loop:
         self._backlog.look(self._attached, _now())  # which must not keep its memory mapped
 
     def submit(self, requests: list[Request]) -> None:
-        """Queue steps of an ensemble, from any thread."""
-        if any(request.plan.model.answers for request in requests):  # type: ignore[union-attr]
-            requests = take_in(requests)
+        """Queue steps of an ensemble, or what was held, from any thread."""
+        if any(request.plan.model.intake for request in requests):  # type: ignore[union-attr]
+            requests = take_in(requests, self._held)
         self._refuse(self.scheduler.add(requests))
         if len(requests) > 1 or threading.get_ident() not in self._threads:
             self.wake()  # a thread of ours that ended the step before takes one of them
@@ -303,8 +305,8 @@ class Loop:
         taken: list[Request] = []
         notable = channel.take(limit, now, taken)
         self._taken += len(taken)
-        if taken and any(request.plan.model.answers for request in taken):  # type: ignore[union-attr]
-            taken = take_in(taken)
+        if taken and any(request.plan.model.intake for request in taken):  # type: ignore[union-attr]
+            taken = take_in(taken, self._held)
         if taken:
             self._refuse(self.scheduler.add(taken))
         refused = [request for request, admitted in notable if not admitted]

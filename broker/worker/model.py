@@ -184,9 +184,11 @@ class LoadedModel:
         "free",
         "generation",
         "gives_parameters",
+        "held",
         "immediate",
         "in_order",
         "instances",
+        "intake",
         "pins",
         "queue",
         "reads_parameters",
@@ -220,6 +222,8 @@ class LoadedModel:
         # Does a lone request go as soon as an instance is free?
         self.immediate = batching is None or not batching.max_queue_delay_microseconds
         self.answers = config.ensemble is not None  # without an instance of its own; see also `keep_answers`
+        self.intake = self.answers  # its requests meet `broker.worker.intake` before its queue
+        self.held = 0  # requests that wait there; under the lock of `broker.worker.held`
         self.cached: Cached | None = None
         self.claims: tuple[Claim, ...] = ()  # of its instances; () when no rate limiter has a say
         self.ensemble: Ensemble | None = None
@@ -285,6 +289,7 @@ class LoadedModel:
 
     def reach_gpus(self) -> None:
         """It is on a GPU, or clients' memory is: its batches are for `broker.worker.cuda.execute` from here on."""
+        self.intake = True  # their clients may not be done with it
         if self.runner is None:
             from broker.worker.cuda.execute import CudaRunner
 
@@ -345,7 +350,7 @@ class LoadedModel:
     def keep_answers(self, cached: Cached) -> None:
         """Before it serves. What is kept is read from the instances' own copies, so nothing runs on clients' memory."""
         self.cached = cached
-        self.answers = True
+        self.answers = self.intake = True
         self.copied = frozenset(tensor.name for tensor in self.config.input)
         self.alone = self.immediate = False
 

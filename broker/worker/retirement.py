@@ -13,7 +13,7 @@ from shm.admission import Request
 def needed(model: LoadedModel, now: int) -> bool:
     """Does it have work, or will it have?"""
     queue = model.queue
-    return bool(len(queue) or model.pins or (isinstance(queue, Sequences) and queue.goes_on(now)))
+    return bool(len(queue) or model.pins or model.held or (isinstance(queue, Sequences) and queue.goes_on(now)))
 
 
 def claim(model: LoadedModel) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from broker.worker.cuda.events import IMPATIENCE_NS, PATIENCE_NS, RECOVERY, Even
 from broker.worker.cuda.streams import STICKY_EXIT
 from shm.cuda.descriptor import CudaEvents
 from shm.cuda.driver import CudaError
-from shm.errors import InferError
+from shm.errors import Code, InferError
 
 S = 1_000_000_000
 ALICE, BOB = 1, 2
@@ -107,10 +108,10 @@ def status(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def look(monkeypatch: pytest.MonkeyPatch, happened: Callable[[], bool], then: Callable[[Any], None]) -> None:
     """Have a request wait; returns when the thread that looks has ended."""
     of_request: Any = SimpleNamespace(happened=lambda *_: happened(), count=lambda ns: None)
-    monkeypatch.setattr(events, "events_of", lambda request, plan: of_request)
-    request, plan = SimpleNamespace(wait_event=1, deadline=0), SimpleNamespace()
+    monkeypatch.setattr(events, "LINGER_S", 0.0)
+    request = SimpleNamespace(wait_event=1, deadline=0, ended=Code.OK)
     before = set(threading.enumerate())
-    Waiters().add(request, plan, then)  # type: ignore[arg-type]
+    Waiters().add(request, of_request, then)  # type: ignore[arg-type]
     for thread in set(threading.enumerate()) - before:
         thread.join(30)
         assert not thread.is_alive()
@@ -121,6 +122,33 @@ def test_a_request_begins_when_its_event_has_happened(monkeypatch: pytest.Monkey
     told: list[Any] = []
     look(monkeypatch, lambda: next(looks), told.append)
     assert (told, status) == ([None], [])
+
+
+def test_one_that_waits_holds_up_no_other(monkeypatch: pytest.MonkeyPatch, status: list[int]) -> None:
+    """Whoever comes later may begin sooner; one that nobody wants any more ends."""
+    monkeypatch.setattr(events, "LINGER_S", 0.0)
+    late, told = [False], [threading.Event() for _ in range(3)]
+    errors: list[Any] = [None] * 3
+
+    def then(at: int, error: Any) -> None:
+        errors[at] = error
+        told[at].set()
+
+    waiters = Waiters()
+    requests: list[Any] = [SimpleNamespace(wait_event=1, deadline=0, ended=Code.OK) for _ in range(3)]
+    for at, happened in enumerate((lambda: late[0], lambda: True, lambda: False)):
+        of_request: Any = SimpleNamespace(happened=lambda *_, happened=happened: happened(), count=lambda ns: None)
+        waiters.add(requests[at], of_request, functools.partial(then, at))
+    assert told[1].wait(30)
+    assert not told[0].is_set()
+    requests[2].ended = Code.CANCELLED
+    assert told[2].wait(30)
+    assert not told[0].is_set()
+    late[0] = True
+    assert told[0].wait(30)
+    assert errors[:2] == [None, None]
+    assert (errors[2].code, errors[2].message) == ("CANCELLED", "the request was cancelled")
+    assert not status
 
 
 def test_a_worker_whose_waiting_requests_nobody_looks_at_ends(

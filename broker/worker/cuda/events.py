@@ -1,6 +1,8 @@
 """A client's ring of events as a worker has it open: a request waits until the work that fills its inputs is done.
 
-Opened by `broker.worker.cuda.windows` for a region of kind "events"; `broker.worker.cuda.execute` asks before a run.
+Opened by `broker.worker.cuda.windows` for a region of kind "events". What comes for an ensemble, or for a model that
+keeps no order, waits in `Waiters`, before it is queued (`broker.worker.held`); for anything else
+`broker.worker.cuda.execute` asks before a run.
 
 The thread looks, for a second at most (TENSORBROKER_EVENT_PATIENCE_MS), instead of having the instance's stream wait
 (cuStreamWaitEvent): what was enqueued cannot be taken back, so a client whose event never happens, or that was killed
@@ -34,6 +36,10 @@ IMPATIENCE_NS: Final = 100_000_000  # for a client that has just been waited for
 RECOVERY: Final = 10  # a client is waited for as long as the tenth of the time since it was in vain
 AWAKE_NS: Final = 100_000  # after which the thread sleeps between two looks
 PAUSE_S: Final = 50e-6
+LOOKS: Final = 4  # times as long as it took to look at all that wait, where that is more
+LINGER_S: Final = (
+    1.0  # a thread that has nothing to look at stays for the next: to start one takes longer than most wait
+)
 _now = time.monotonic_ns
 _counting = threading.Lock()
 
@@ -151,6 +157,16 @@ def events_of(request: Request, plan: Plan) -> Events:
     return plan.events.events
 
 
+def has_happened(request: Request, events: Events) -> bool:
+    """One look at the request's event. Raises as `Events.wait`."""
+    now = _now()
+    try:
+        return events.happened(request.wait_event, now, now, now + PATIENCE_NS, request.deadline)
+    except CudaError as error:
+        end_if_lost(error, "an event of a client")
+        raise
+
+
 class _Waiting(NamedTuple):
     """`since`, `until`: CLOCK_MONOTONIC ns."""
 
@@ -161,63 +177,72 @@ class _Waiting(NamedTuple):
     then: Callable[[Exception | None], None]
 
     def is_over(self, now: int) -> bool:
-        """Has it happened, or failed? Then whoever waits has been told."""
+        """Has it happened, or failed, or does nobody want it any more? Then whoever waits has been told."""
+        if self.request.ended:
+            self.then(InferError(Code.CANCELLED, "the request was cancelled"))
+            return True
+        error: Exception | None = None
         try:
             if not self.events.happened(self.request.wait_event, self.since, now, self.until, self.request.deadline):
                 return False
-        except Exception as error:
-            if isinstance(error, CudaError):
-                end_if_lost(error, "an event of a client")
-            self.then(error)
-        else:
-            if now > self.since:
-                self.events.count(now - self.since)
-            self.then(None)
+        except Exception as failure:
+            if isinstance(failure, CudaError):
+                end_if_lost(failure, "an event of a client")
+            error = failure
+        if now > self.since:
+            self.events.count(now - self.since)
+        self.then(error)
         return True
 
 
 @final
 class Waiters:
-    """Requests that begin when their events have happened, for what has no instance that could wait: ensembles.
+    """Requests that begin when their events have happened. One thread looks at all of them while there are any."""
 
-    One thread looks at all of them while there are any.
-    """
-
-    __slots__ = ("_at_work", "_lock", "_waiting")
+    __slots__ = ("_at_work", "_changed", "_waiting")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()  # guards what follows
         self._waiting: list[_Waiting] = []
         self._at_work = False
 
-    def add(self, request: Request, plan: Plan, then: Callable[[Exception | None], None]) -> None:
-        """Call `then` on another thread, with what went wrong. Raises InferError, RuntimeError if nothing will be."""
-        events, now = events_of(request, plan), _now()
-        with self._lock:
+    def add(self, request: Request, events: Events, then: Callable[[Exception | None], None]) -> None:
+        """Call `then` on another thread, with what went wrong. Raises RuntimeError if nothing will be."""
+        now = _now()
+        with self._changed:
             if not self._at_work:
                 threading.Thread(target=self._serve, name="events", daemon=True).start()
                 self._at_work = True
             self._waiting.append(_Waiting(request, events, now, now + PATIENCE_NS, then))
+            self._changed.notify()
 
     def _serve(self) -> None:
         try:
-            self._look()
+            while self._some():
+                self._look()
         except BaseException:
             # Requests would wait for ever: the worker's replacement redoes them from the ledger.
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(70)
 
+    def _some(self) -> bool:
+        """Is there something to look at? False: there was nothing for a while, and this thread ends."""
+        with self._changed:
+            if not self._waiting:
+                self._changed.wait(LINGER_S)
+            self._at_work = bool(self._waiting)
+            return self._at_work
+
     def _look(self) -> None:
-        while True:
-            with self._lock:
-                waiting = list(self._waiting)
-                if not waiting:
-                    self._at_work = False
-                    return
-            over = [each for each in waiting if each.is_over(_now())]
-            with self._lock:
-                for each in over:
-                    self._waiting.remove(each)
-            if not over:
-                time.sleep(PAUSE_S)
+        began = _now()
+        waiting = tuple(self._waiting)
+        over = [each for each in waiting if each.is_over(_now())]
+        with self._changed:
+            for each in over:
+                self._waiting.remove(each)
+        ended = _now()
+        if ended - waiting[-1].since < AWAKE_NS:
+            os.sched_yield()
+        elif not over:
+            time.sleep(max(PAUSE_S, LOOKS * (ended - began) / 1e9))

@@ -88,12 +88,13 @@ class Ensemble:
 
     def _begin_after_event(self, run: Run, request: Request, plan: Plan) -> None:
         """Its client is not done with what it reads, or wants to have written."""
+        from broker.worker.cuda.events import Waiters, events_of
+
         try:
             if self._waiters is None:
-                from broker.worker.cuda.events import Waiters
-
                 self._waiters = Waiters()
-            self._waiters.add(request, plan, lambda error: run.begin() if error is None else run.refuse(error))
+            then = lambda error: run.begin() if error is None else run.refuse(error)  # noqa: E731
+            self._waiters.add(request, events_of(request, plan), then)
         except (InferError, RuntimeError) as error:  # RuntimeError: there is no thread to be had
             run.refuse(error)
 
