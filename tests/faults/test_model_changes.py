@@ -59,9 +59,9 @@ def ask_until_told(model: str, threads: int = 3) -> dict[str, Any]:
         while not stop.is_set():
             try:
                 if plan is None:
-                    got = client.infer(model, {"x": x}, timeout=20)["y"]
+                    got = client.infer(model, {"x": x}, timeout=50)["y"]
                 else:
-                    plan.infer(timeout=20)
+                    plan.infer(timeout=50)
                     got = y
             except clientlib.InferError as error:
                 problems.append(f"{error.code} {error.message}")
@@ -74,7 +74,8 @@ def ask_until_told(model: str, threads: int = 3) -> dict[str, Any]:
         for thread in running:
             thread.start()
         while (order := child.hear()) != "stop":
-            child.say({"added": dict(added), "problems": problems[:3]} if order else None)
+            if order:
+                child.say({"added": dict(added), "problems": problems[:3]})
         stop.set()
         for thread in running:
             thread.join()
@@ -172,20 +173,24 @@ def test_o09_loads_and_unloads_at_the_same_time(lab: Lab) -> None:
 # --- O-10 -------------------------------------------------------------------------------------------------------------
 
 
-def unload_while_it_runs() -> dict[str, Any]:
+def unload_while_it_runs(first: int) -> dict[str, Any]:
+    """Four requests, the first of which takes a while (1 µs for each of `first`); "early" if it was over too soon."""
     with clientlib.connect() as client:
-        inputs = {"count": np.array([150_000], np.int64), "x": np.zeros(4, np.float32)}
+        counts = [first, 10, 10, 10]
+        inputs = {"count": np.array([10], np.int64), "x": np.zeros(4, np.float32)}
         region = client.create_region("r", 1 << 16)
-        count, x, y = region.array((1,), "INT64"), region.array((4,), "FP32", 4096), region.array((5, 4), "FP32", 8192)
-        count[:], x[:] = inputs["count"], 0
+        count, x, y = region.array((4,), "INT64"), region.array((4,), "FP32", 4096), region.array((5, 4), "FP32", 8192)
+        count[:], x[:] = counts, 0
         plan = client.prepare(
             "slow",
-            {"count": region.tensor((1,), "INT64", stride=0), "x": region.tensor((4,), "FP32", 4096, stride=0)},
+            {"count": region.tensor((1,), "INT64", stride=8), "x": region.tensor((4,), "FP32", 4096, stride=0)},
             {"y": region.tensor((4,), "FP32", 8192, stride=16)},
             slots=(4, 5),
         )
-        pending = [plan.submit(input_slot=place, output_slot=place, timeout=30) for place in range(4)]
-        eventually(lambda: client.statistics("slow")[0]["pending"] == 3, "all are taken, one of them runs")
+        pending = [plan.submit(input_slot=place, output_slot=place, timeout=90) for place in range(4)]
+        eventually(
+            lambda: client.statistics("slow")[0]["pending"] == 3 or pending[0].done(), "all are taken, one of them runs"
+        )
         client.unload("slow")
         told: dict[str, Any] = {"state": client.models()["slow"].state}
         told["later"] = [
@@ -193,15 +198,18 @@ def unload_while_it_runs() -> dict[str, Any]:
             child.refusal(client.infer, "slow", inputs),
         ]
         told["earlier"] = [child.refusal(one.result) for one in pending]
-        told["right"] = bool((y[:4] == 150_000).all())
+        told["right"] = bool((y[:4] == np.array(counts)[:, None]).all())
         client.load("slow")
-        told["again"] = child.refusal(plan.infer, timeout=30)
+        told["again"] = child.refusal(plan.infer, timeout=50)
         return told
 
 
 def test_o10_unload_while_requests_run(lab: Lab) -> None:
     """[O-10] what was accepted is finished, what comes later is told; a plan works again when the model is back."""
-    told = lab.offend(unload_while_it_runs)
+    for first in (600_000, 2_000_000, 8_000_000):  # a busy machine may be slow to unload
+        told = lab.offend(unload_while_it_runs, first=first, timeout_s=90)
+        if told["state"] == "UNLOADING":
+            break
     assert told["earlier"] == [["OK", ""]] * 4
     assert told["right"]
     assert told["state"] == "UNLOADING"

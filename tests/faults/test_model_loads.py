@@ -160,7 +160,7 @@ def test_o02_loads_that_fail(lab: Lab) -> None:
 def test_o02_a_load_that_kills_its_worker(lab: Lab, act: str) -> None:
     """[O-02] ✱ the worker comes back without it, and those who wait for the other models are served."""
     _deadly(lab, act)
-    (code, message), right = lab.offend(load, model="deadly", timeout_s=60)
+    (code, message), right = lab.offend(load, model="deadly", timeout_s=110)
     assert code == "INVALID_ARG"
     assert "the worker died 5 times in a row while loading it" in message
     assert right

@@ -90,7 +90,7 @@ def _use_unaligned_offset(offset: int) -> bool:
                 inputs={"x": region.tensor(x.shape, "FP32")},
                 outputs={"y": region.tensor(x.shape, "FP32", offset=2048)},
             )
-            plan.infer(timeout=10)
+            plan.infer(timeout=40)
             y = np.frombuffer(mapping[offset + 2048 : offset + 2048 + x.nbytes], np.float32).reshape(x.shape)
             around = {*mapping[:offset], *mapping[offset + x.nbytes : offset + 2048], *mapping[offset + 2176 :]}
             return bool(np.array_equal(y, x + 1)) and around <= {0xEE}
@@ -333,7 +333,7 @@ def _infer_into_sparse() -> bool:
                 while True:
                     os.write(filler.fd, bytes(1 << 20))
             tensors = [region.tensor((4, 1024), "FP32", offset=offset) for offset in (0, 1 << 19)]
-            client.prepare("add1", inputs={"x": tensors[0]}, outputs={"y": tensors[1]}).infer(timeout=10)
+            client.prepare("add1", inputs={"x": tensors[0]}, outputs={"y": tensors[1]}).infer(timeout=40)
             with contextlib.suppress(clientlib.InferError):
                 posix_ipc.SharedMemory("/more", posix_ipc.O_CREX, size=1 << 20)
                 client.register_system_shm("more", key="/more", byte_size=1 << 20)

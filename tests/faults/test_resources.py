@@ -74,9 +74,9 @@ def register_when_full() -> dict[str, Any]:
         with full():
             told["late"] = child.refusal(client.register_system_shm, "late", late, 2 * MIB)
             told["its pages"] = os.fstat(fd).st_blocks
-            told["early"] = child.refusal(plan.infer, timeout=20)
-            told["right"] = bool((plan.infer(timeout=20)["y"] == 1).all())
-            told["pool"] = child.refusal(prepare_add1(client, client.create_region("pool", 2 * MIB)).infer, timeout=20)
+            told["early"] = child.refusal(plan.infer, timeout=50)
+            told["right"] = bool((plan.infer(timeout=50)["y"] == 1).all())
+            told["pool"] = child.refusal(prepare_add1(client, client.create_region("pool", 2 * MIB)).infer, timeout=50)
         told["afterwards"] = child.refusal(client.register_system_shm, "late", late, 2 * MIB)
     return told
 
@@ -97,11 +97,11 @@ def infer_over_a_death() -> list[list[str]]:
     with clientlib.connect() as client, sparse(2 * MIB) as (key, _):
         plan = prepare_add1(client, client.register_system_shm("r", key, 2 * MIB))
         with full():
-            told = [child.refusal(plan.infer, timeout=20)]
+            told = [child.refusal(plan.infer, timeout=50)]
             child.say("full")
             child.hear()
-            told.append(child.refusal(plan.infer, timeout=20))
-            told.append(child.refusal(client.infer, "add1", {"x": np.ones((2, 3), np.float32)}, timeout=20))
+            told.append(child.refusal(plan.infer, timeout=50))
+            told.append(child.refusal(client.infer, "add1", {"x": np.ones((2, 3), np.float32)}, timeout=50))
         return told
 
 
@@ -120,11 +120,11 @@ def give_pages_back() -> list[list[str]]:
     """Punched holes after registration: the next touch needs a page, and there is none."""
     with clientlib.connect() as client, sparse(2 * MIB) as (key, fd):
         plan = prepare_add1(client, client.register_system_shm("r", key, 2 * MIB))
-        told = [child.refusal(plan.infer, timeout=20)]
+        told = [child.refusal(plan.infer, timeout=50)]
         assert _libc.fallocate(fd, PUNCH_HOLE, ctypes.c_long(MIB), ctypes.c_long(MIB)) == 0
         with full():
-            told.append(child.refusal(plan.infer, timeout=20))
-        told.append(child.refusal(plan.infer, timeout=20))
+            told.append(child.refusal(plan.infer, timeout=50))
+        told.append(child.refusal(plan.infer, timeout=50))
         return told
 
 
@@ -176,7 +176,7 @@ def register_sparse(byte_size: int) -> list[Any]:
             return [[error.code, error.message], os.fstat(fd).st_blocks * 512]
         told: list[Any] = [["OK", ""], os.fstat(fd).st_blocks * 512]
         inputs, outputs = region.tensor(SHAPE, "FP32"), region.tensor(SHAPE, "FP32", byte_size - MIB)
-        told.append(child.refusal(client.prepare("add1", {"x": inputs}, {"y": outputs}).infer, timeout=20))
+        told.append(child.refusal(client.prepare("add1", {"x": inputs}, {"y": outputs}).infer, timeout=50))
         return [*told, os.fstat(fd).st_blocks * 512]
 
 
@@ -205,7 +205,7 @@ def gather(index: list[int]) -> list[Any]:
     """[code, message] or the first column of the rows."""
     with clientlib.connect() as client:
         try:
-            y = client.infer("gather", {"index": np.array([index], np.int64)}, timeout=20)["y"]
+            y = client.infer("gather", {"index": np.array([index], np.int64)}, timeout=50)["y"]
         except clientlib.InferError as error:
             return [error.code, error.message]
         return [float(row[0]) for row in y[0]]
@@ -235,7 +235,7 @@ def gather_together(wrong: list[int]) -> list[list[Any]]:
             index[place] = 5 * 10**10 if place in wrong else place
         inputs = {"index": region.tensor((1, 4), "INT64")}
         plan = client.prepare("gather", inputs, {"y": region.tensor((1, 4, 4), "FP32", 65536)}, slots=count)
-        pending = [plan.submit(input_slot=place, output_slot=place, timeout=20) for place in range(count)]
+        pending = [plan.submit(input_slot=place, output_slot=place, timeout=50) for place in range(count)]
         codes = [child.refusal(one.result)[0] for one in pending]
         return [[code, bool((y[place] == place).all())] for place, code in enumerate(codes)]
 

@@ -121,7 +121,7 @@ def _try_every_spelling(http: int, directory: str) -> dict[str, Any]:
 
 def test_h10_http_answers_alike_however_a_path_is_spelled(guarded: FrontDoors) -> None:
     """[H-10] A second spelling is either no path at all or as restricted as the first."""
-    found = guarded.offend(_try_every_spelling, http=guarded.http, directory=str(guarded.run_directory))
+    found = guarded.offend(_try_every_spelling, http=guarded.http, directory=str(guarded.run_directory), timeout_s=110)
     assert found == {"wrong": [], "opened": len(ROUTES)}
     guarded.settled()
 

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,11 +39,22 @@ class Sums:
 
     def submit(self, number: int, value: int, place: int = 0, **ends: bool) -> clientlib.Pending:
         self.x[place] = value
-        return self.plan.submit(input_slot=place, output_slot=place, sequence_id=number, timeout=20, **ends)
+        return self.plan.submit(input_slot=place, output_slot=place, sequence_id=number, timeout=50, **ends)
 
     def step(self, number: int, value: int, **ends: bool) -> int:
-        self.submit(number, value, **ends).result(timeout=30)
+        self.submit(number, value, **ends).result(timeout=60)
         return int(self.y[0, 0, 0])
+
+    def steps(self, number: int, values: Sequence[int], start: bool = True, end: bool = False) -> list[int]:
+        """One after the other, a place for each; all are sent at once, so that it is not idle in between."""
+        last = len(values) - 1
+        pending = [
+            self.submit(number, value, at, sequence_start=start and at == 0, sequence_end=end and at == last)
+            for at, value in enumerate(values)
+        ]
+        for one in pending:
+            one.result(timeout=60)
+        return [int(sum_) for sum_ in self.y[: len(values), 0, 0]]
 
 
 # --- sequences --------------------------------------------------------------------------------------------------------
@@ -61,12 +72,8 @@ def begin_and_stop() -> None:
 
 def whole_sequences(count: int) -> list[int]:
     with clientlib.connect() as client:
-        sums = Sums(client)
-        return [
-            sums.step(number, value, sequence_start=value == 1, sequence_end=value == 4)
-            for number in range(1, count + 1)
-            for value in (1, 2, 3, 4)
-        ]
+        sums = Sums(client, 4)
+        return [total for number in range(1, count + 1) for total in sums.steps(number, (1, 2, 3, 4), end=True)]
 
 
 @pytest.mark.parametrize("how", ["dies", "sleeps"])
@@ -111,12 +118,12 @@ def test_l01_more_sequences_than_slots(lab: Lab) -> None:
 
 def sequence_over_a_death() -> list[Any]:
     with clientlib.connect() as client:
-        sums = Sums(client)
-        told: list[Any] = [sums.step(7, 1, sequence_start=True), sums.step(7, 2)]
+        sums = Sums(client, 2)
+        told: list[Any] = sums.steps(7, (1, 2))
         child.say("running")
         child.hear()
         told.append(child.refusal(sums.step, 7, 4))
-        told.append([sums.step(7, 8, sequence_start=True), sums.step(7, 16, sequence_end=True)])
+        told.append(sums.steps(7, (8, 16), end=True))
         return told
 
 
@@ -149,7 +156,7 @@ def run_the_chain(count: int, orders: bool) -> dict[str, int]:
         plan = client.prepare("chain", inputs, outputs, slots=count)
         while True:
             x[:, 0, 0] = np.random.default_rng().random(count)
-            pending = [plan.submit(input_slot=place, output_slot=place, timeout=20) for place in range(count)]
+            pending = [plan.submit(input_slot=place, output_slot=place, timeout=50) for place in range(count)]
             if orders:
                 child.say("submitted")
             for place, one in enumerate(pending):
@@ -204,7 +211,7 @@ def rewrite_while_it_is_kept(turns: int) -> dict[str, Any]:
         thread.start()
         seen = Counter[str]()
         for _ in range(turns):
-            plan.infer(timeout=20)
+            plan.infer(timeout=50)
             seen["whole" if len(np.unique(y)) == 1 else "mixed"] += 1  # it wrote it itself
         stop.set()
         thread.join()

@@ -133,12 +133,12 @@ def flip(model: str, seconds: float, until: str = "") -> dict[str, Any]:
             for at, (output, (dims, kind, room)) in enumerate(outputs.items())
         }
         plan = client.prepare(model, {name: region.tensor(shape, datatype)}, places)
-        copied = plan.infer(timeout=20).copied_bytes
+        copied = plan.infer(timeout=50).copied_bytes
         with rewriting(array, *contents):
             end = time.monotonic() + seconds
-            while time.monotonic() < end and not told[until]:
+            while (time.monotonic() < end or (not told["OK"] and time.monotonic() < end + 40)) and not told[until]:
                 try:
-                    results = plan.infer(timeout=20)
+                    results = plan.infer(timeout=50)
                 except clientlib.InferError as error:
                     told[error.code] += 1
                 else:
@@ -158,7 +158,7 @@ def test_t01_rewritten_while_the_model_validates(lab, model):
 
 def test_t01_attack_works_where_the_operator_granted_it(lab):
     """What the rows above could not see would not be there either."""
-    told = lab.offend(flip, model="gather_in_place", seconds=20.0, until="outside")["told"]
+    told = lab.offend(flip, model="gather_in_place", seconds=80.0, until="outside", timeout_s=100)["told"]
     assert told["outside"] == 1
     lab.settled(replaced=SAME)
 
@@ -174,11 +174,11 @@ def rewrite_floats(model: str, shape: list[int], seconds: float) -> dict[str, An
         kind = "FP16" if model == "cast" else "FP32"
         places = {"x": region.tensor(shape, "FP32")}, {"y": region.tensor(shape, kind, 65536)}
         plan = client.prepare(model, *places)
-        copied = plan.infer(timeout=20).copied_bytes
+        copied = plan.infer(timeout=50).copied_bytes
         with rewriting(array, *contents):
             end = time.monotonic() + seconds
             while time.monotonic() < end:
-                told[child.refusal(plan.infer, timeout=20)[0]] += 1
+                told[child.refusal(plan.infer, timeout=50)[0]] += 1
     return {"told": told, "copied": copied}
 
 
@@ -196,7 +196,7 @@ def look_at_models() -> dict[str, Any]:
     with clientlib.connect() as client:
         inputs = {name: [(t.zero_copy, t.zero_copy_reason) for t in m.inputs] for name, m in client.models().items()}
         x = np.arange(COUNT, dtype=np.float32).reshape(1, COUNT)
-        copied = client.infer("topk_of_a_view", {"x": x}, timeout=20).copied_bytes
+        copied = client.infer("topk_of_a_view", {"x": x}, timeout=50).copied_bytes
         return {"inputs": inputs, "copied": copied, "in place": client.infer("cast", {"x": x}).copied_bytes}
 
 
@@ -226,7 +226,7 @@ class Truncated:
         self.plan = client.prepare("add1", *places)
 
     def infer(self) -> list[str]:
-        return child.refusal(self.plan.infer, timeout=20)
+        return child.refusal(self.plan.infer, timeout=50)
 
     def close(self) -> None:
         os.close(self.fd)
@@ -261,7 +261,10 @@ def truncate_during(rounds: int, seed: int) -> dict[str, int]:
         with clientlib.connect() as client, raw.named_memory(2 * SIZE) as key:
             region = Truncated(client, key, f"r{turn}")
             assert region.infer() == ["OK", ""]
-            size, delay = chance.choice((0, SIZE // 2, SIZE)), chance.uniform(0, 0.001)
+            started = time.monotonic()
+            assert region.infer() == ["OK", ""]
+            takes = time.monotonic() - started
+            size, delay = chance.choice((0, SIZE // 2, SIZE)), chance.uniform(0, 1.5 * takes)
 
             def cut(region: Truncated = region, size: int = size, delay: float = delay) -> None:
                 time.sleep(delay)
@@ -284,7 +287,7 @@ GONE = "NOT_FOUND the request names a plan that is not bound here"
 
 def test_t02_truncated_at_any_moment(lab):
     rounds = scaled(150, 10_000)
-    told = lab.offend(truncate_during, rounds=rounds, seed=4, timeout_s=scaled(60, 3000))
+    told = lab.offend(truncate_during, rounds=rounds, seed=4, timeout_s=scaled(110, 3000))
     during = {text: count for text, count in told.items() if not text.startswith("then ")}
     after = {text: count for text, count in told.items() if text.startswith("then ")}
     assert sum(during.values()) == sum(after.values()) == rounds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -172,12 +173,11 @@ def test_h09_what_a_proxy_forwards_is_remote(doors: FrontDoors) -> None:
 def _inodes(pids: list[int]) -> set[str]:
     found = set()
     for pid in pids:
-        for fd in os.listdir(f"/proc/{pid}/fd"):
-            try:
-                target = os.readlink(f"/proc/{pid}/fd/{fd}")
-            except FileNotFoundError:
-                continue
-            found.add(target.removeprefix("socket:[").removesuffix("]"))
+        with contextlib.suppress(FileNotFoundError):  # a process that has ended since
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(FileNotFoundError):
+                    target = os.readlink(f"/proc/{pid}/fd/{fd}")
+                    found.add(target.removeprefix("socket:[").removesuffix("]"))
     return found
 
 
