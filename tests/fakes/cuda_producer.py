@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ import clientlib
 from clientlib import cuda_order
 from shm import messages
 from shm.cuda import driver, sync
+from tests.fakes.cuda import CudaEnv
 from tests.fakes.cuda_user import APART, User
 
 LATER_S = 0.1  # enough for a request that does not wait to come back first
@@ -51,6 +54,20 @@ class Producer(User):
 
     def open_later(self) -> None:
         threading.Timer(LATER_S, self.gate.set).start()
+
+    def open_when_it_waits(self) -> None:
+        """As soon as this process, which asks, is in a wait for its stream: the simulated driver counts its calls."""
+
+        def waits() -> int:
+            return CudaEnv(True, None, Path(os.environ["CUSIM_COUNTS"])).calls(os.getpid())["cuStreamSynchronize"]
+
+        def open_it() -> None:
+            while waits() == before:
+                self.gate.wait(0.005)
+            self.gate.set()
+
+        before = waits()
+        threading.Thread(target=open_it, daemon=True).start()
 
     def events(self, count: int) -> None:
         """How many a ring has that is made from now on."""

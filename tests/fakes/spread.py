@@ -29,7 +29,7 @@ from tests.fakes.lone_worker import Gate
 
 OTHER = 'parameters { key: "worker_group" value { string_value: "other" } }'
 SEQUENCE = """backend: "sequence"
-sequence_batching { direct { } control_input [
+sequence_batching { max_sequence_idle_microseconds: 60000000 direct { } control_input [
   { name: "START" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } },
   { name: "READY" control { kind: CONTROL_SEQUENCE_READY int32_false_true: [ 0, 1 ] } } ] }"""
 FATAL = """

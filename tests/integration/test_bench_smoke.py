@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.timeout(300)
 PLACES = ("unpinned", "split cores", "same core")
 SIZES = ("1 KiB", "1 MiB", "16 MiB", "64 MiB")
 TRANSPORTS = (
@@ -61,7 +62,7 @@ def run(name: str, output: Path) -> tuple[str, dict[str, dict[str, dict[str, Any
         [sys.executable, "-m", f"bench.{name}", "--quick", "--output", str(output)],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -117,6 +117,33 @@ def test_after_sigkill_the_next_one_takes_over(repository, tmp_path):
         assert broker.ready().status()["broker"]["epoch"] != epoch
 
 
+SLOW = """backend: "own"
+input { name: "x" data_type: TYPE_FP32 dims: 1 }
+output { name: "y" data_type: TYPE_FP32 dims: 1 }
+"""
+LOADS_LATER = """
+import os, time
+
+def load(context):
+    while not os.path.exists({mark!r}):
+        time.sleep(0.01)
+    return Model()
+
+class Model:
+    def bind(self, inputs, outputs): ...
+
+    def close(self): ...
+"""
+
+
+def _connected(path: str) -> HandClient | None:
+    """None: it does not listen yet."""
+    try:
+        return HandClient(path)
+    except OSError:
+        return None
+
+
 def test_sigterm_while_it_loads(repository, tmp_path):
     with Broker(repository, tmp_path / "run") as broker:
         eventually(lambda: os.path.exists(broker.path))
@@ -125,10 +152,11 @@ def test_sigterm_while_it_loads(repository, tmp_path):
         assert os.listdir(broker.directory) == []
 
 
-def test_sessions_wait_for_the_start_up_load_and_are_told(repository, tmp_path):
+def test_sessions_wait_for_the_start_up_load_and_are_told(tmp_path):
+    repository, mark = tmp_path / "repository", tmp_path / "go on"
+    (models.write_model(repository, "slow", config=SLOW) / "backend.py").write_text(LOADS_LATER.format(mark=str(mark)))
     with Broker(repository, tmp_path / "run") as broker:
-        eventually(lambda: os.path.exists(broker.path))
-        client = HandClient(broker.path)
+        client = eventually(lambda: _connected(broker.path), "it listens")
         client.send_raw(msgpack.packb({"type": "Hello", "id": 5, "protocol": 1}))
         kinds = []
         while True:
@@ -136,6 +164,7 @@ def test_sessions_wait_for_the_start_up_load_and_are_told(repository, tmp_path):
             kinds.append(message["type"])
             if message["type"] != "Starting":
                 break
+            mark.touch()
         client.close()
         assert message["type"] == "Welcome"
         assert message["id"] == 5

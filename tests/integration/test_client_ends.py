@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -89,9 +89,12 @@ def test_a_worker_killed_between_register_and_prepare_is_not_noticed(broker):
     assert prepare_add1(client)["generation"] == plan["generation"]
     assert client.ask("OpenChannel", worker="cpu/default", slots=64)["type"] == "ChannelInfo"
     assert client.ask("Unregister")["type"] == "Done"
-    (replaced,) = broker.status()["workers"]
-    assert replaced["pid"] != worker["pid"]
-    assert replaced["restarts"] == 1
+
+    def replaced() -> bool:
+        (now,) = broker.status()["workers"]
+        return now["pid"] not in (None, worker["pid"]) and now["restarts"] == worker["restarts"] + 1
+
+    eventually(replaced, "its worker is replaced, once")
 
 
 def test_idle_connections_up_to_the_limit_and_beyond(repository, tmp_path):
@@ -100,14 +103,16 @@ def test_idle_connections_up_to_the_limit_and_beyond(repository, tmp_path):
 
     with Broker(repository, tmp_path / "run", before=few_descriptors) as broker:
         first = broker.ready().client()
-        refused = 0
         crowd = [broker.connect() for _ in range(100)]
-        for client in crowd:
-            client.socket.settimeout(0.2)
-            with contextlib.suppress(TimeoutError):
-                reply = client.receive()
-                refused += reply is not None and "too many sessions" in reply.get("reason", "")
-        assert refused > 50
+        told: dict[HandClient, str] = {}
+
+        def refused() -> int:
+            for client in crowd:
+                if client not in told and select.select([client.socket], [], [], 0)[0]:
+                    told[client] = (client.receive() or {}).get("reason", "")
+            return sum("too many sessions" in reason for reason in told.values())
+
+        eventually(lambda: refused() > 50, "most are refused")
         assert first.ask("ListRegions")["type"] == "Regions"
         for client in crowd:
             client.close()

@@ -100,17 +100,21 @@ DONE = {"cuEventRecord": 1, "cuEventSynchronize": 1}
 def per_request(env: CudaEnv, pid: int, ask: Callable[[], object], times: int = 10) -> dict[str, float]:
     """How often worker `pid` calls each function of the driver for one request, once all of them are alike.
 
-    Without cuCtxPushCurrent, which each of a worker's few threads calls once.
+    Without cuCtxPushCurrent, which each of a worker's few threads calls once. What earlier clients had may be closed
+    meanwhile, once: then it is looked at again.
     """
     for _ in range(3):
         ask()
-    before = env.calls(pid)
-    for _ in range(times):
-        ask()
-    now = env.calls(pid)
-    pushed = now["cuCtxPushCurrent"] - before["cuCtxPushCurrent"]
-    assert pushed <= THREADS, f"{pushed} times"
-    grown = {name: (now[name] - before.get(name, 0)) / times for name in now.keys() - {"cuCtxPushCurrent"}}
+    for _ in range(3):
+        before = env.calls(pid)
+        for _ in range(times):
+            ask()
+        now = env.calls(pid)
+        pushed = now["cuCtxPushCurrent"] - before["cuCtxPushCurrent"]
+        assert pushed <= THREADS, f"{pushed} times"
+        grown = {name: (now[name] - before.get(name, 0)) / times for name in now.keys() - {"cuCtxPushCurrent"}}
+        if all(calls.is_integer() for calls in grown.values()):
+            break
     return {name: calls for name, calls in grown.items() if calls}
 
 
@@ -207,6 +211,7 @@ def test_answers_for_gpu_memory_are_kept_too(broker: Broker, user: Child) -> Non
 
 def test_a_region_that_is_unregistered_is_closed_everywhere(broker: Broker, user: Child, cuda_sim: CudaEnv) -> None:
     pid: int = worker_of(broker, "gpu0/tensorrt")["pid"]  # type: ignore[assignment]
+    eventually(lambda: _open_now(cuda_sim, pid) == 0, "what earlier clients had is closed")
     before = cuda_sim.calls(pid)
     user.call("allocate", "r", "legacy")
     user.call("prepare", "add", {"INPUT0": "r", "INPUT1": "r"}, {"OUTPUT0": "r"}, [1, 4])
@@ -250,6 +255,6 @@ def test_a_run_that_loses_the_context_is_that_requests_error_and_the_worker_come
     with pytest.raises(InferError) as raised:
         user.call("infer", {"INPUT0": 1, "INPUT1": 2}, "OUTPUT0")
     assert raised.value.code == "UNAVAILABLE"
-    assert worker_of(broker, "gpu0/tensorrt")["restarts"] == restarts + 2, "once more, alone"
+    eventually(lambda: worker_of(broker, "gpu0/tensorrt")["restarts"] == restarts + 2, "it ran once more, alone")
     user.call("prepare", "add", {"INPUT0": "r", "INPUT1": "r"}, {"OUTPUT0": "r"}, [1, 4])
     assert user.call("infer", {"INPUT0": 1, "INPUT1": 2}, "OUTPUT0") == [0, 3, 3, 3, 3]

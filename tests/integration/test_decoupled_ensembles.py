@@ -102,6 +102,11 @@ def ask(values: list[int], delay_ms: int = 0) -> dict[str, np.ndarray]:
     }
 
 
+def lasting() -> dict[str, np.ndarray]:
+    """One response at once, the next when nobody waits any more."""
+    return {**ask([1, 1]), "DELAY": np.array([0, 100_000], np.uint32)}
+
+
 def stream(client: clientlib.Client, model: str, values: list[int], **options) -> list[dict[str, int]]:
     responses = client.stream(model, ask(values), **options)
     return [{name: int(array[0]) for name, array in response.items()} for response in responses]
@@ -136,12 +141,13 @@ def test_an_error_of_a_member_ends_the_request(client):
 
 
 def test_a_cancelled_request_ends_and_lets_its_members_go(client):
+    before = client.statistics("chain")[0]["cancelled"]
     with client.stream("chain", ask([1] * 1000, delay_ms=20)) as responses:
         assert int(next(responses)["OUT"][0]) == 1
 
     def idle() -> bool:
-        stats = {entry["name"]: entry for entry in client.statistics()}
-        return stats["chain"]["cancelled"] == 1 and stats["chain"]["pending"] == 0
+        (stats,) = client.statistics("chain")
+        return stats["cancelled"] == before + 1 and stats["pending"] == 0
 
     eventually(idle, "the ensemble's request is over")
     assert stream(client, "chain", [1]) == [{"OUT": 1, "IDX": 0}]
@@ -161,9 +167,9 @@ def test_many_at_once(client):
 
 def test_what_runs_is_in_flight_until_its_last_response(broker, client):
     def in_flight() -> int:
-        return int(broker.client().ask("GetStatus")["status"]["workers"][0]["in_flight"])
+        return int(broker.status()["workers"][0]["in_flight"])
 
-    with client.stream("repeat_int32", ask([1] * 1000, delay_ms=20)) as responses:
+    with client.stream("repeat_int32", lasting()) as responses:
         next(responses)
         eventually(lambda: in_flight() == 1, "it is in flight")
     eventually(lambda: in_flight() == 0, "it is over")
@@ -173,17 +179,22 @@ def test_more_requests_than_an_ensemble_takes_are_told(broker):
     """Each has a thread in the worker: 256 of one ensemble, whoever sends them."""
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(clientlib.connect(str(broker.directory), slots=128)) for _ in range(6)]
-        streams = [
-            client.stream("simple", ask([1], delay_ms=6000), timeout=60) for client in clients for _ in range(50)
-        ]
-        refused = 0
-        for stream in reversed(streams):  # the last are refused at once
-            with stream:
-                if refused < len(streams) - 256:
-                    with pytest.raises(InferError, match="as many requests under way as it takes"):
-                        next(stream)
-                    refused += 1
-        eventually(lambda: clients[0].statistics("simple")[0]["pending"] == 0, "those that were cancelled are over")
+
+        def send(number: int) -> clientlib.Stream:
+            return stack.enter_context(clients[number % 6].stream("simple", lasting(), timeout=100))
+
+        def pending() -> int:
+            return int(clients[0].statistics("simple")[0]["pending"])
+
+        streams = [send(number) for number in range(256)]
+        for stream in streams:
+            next(stream)  # so it is under way
+        for number in range(12):
+            with pytest.raises(InferError, match="as many requests under way as it takes"):
+                next(send(number))
+        for stream in streams:
+            stream.close()
+        eventually(lambda: pending() == 0, "those that were cancelled are over")
         assert stream_of(clients[0], [1]) == [1]
 
 

@@ -20,7 +20,7 @@ import tritonclient.utils.shared_memory as shm
 from tritonclient.utils import InferenceServerException
 
 import clientlib
-from tests.fakes.broker import eventually
+from tests.fakes.broker import eventually, steady
 from tests.fakes.gateways import Gateway, url_of
 
 REPEAT = """
@@ -58,6 +58,17 @@ def cancelled(broker: Gateway) -> int:
     """Requests of `repeat_int32` that were cancelled so far."""
     (found,) = json.loads(broker.get("/v2/models/repeat_int32/stats")[1])["model_stats"]
     return int(found["cancelled"])
+
+
+def cancelled_before(broker: Gateway) -> int:
+    """The same once no request of an earlier test is left that could still be counted."""
+
+    def pending() -> int:
+        (found,) = broker.client().ask("GetStatistics", model="repeat_int32")["model_stats"]
+        return int(found["pending"])
+
+    eventually(lambda: pending() == 0, "what earlier tests have asked for is over")
+    return steady(lambda: cancelled(broker))
 
 
 class Grpc:
@@ -137,13 +148,14 @@ def test_grpc_streams(broker: Gateway) -> None:
 
 
 def test_requests_of_a_stream_do_not_wait_for_each_other(broker: Gateway) -> None:
+    before = cancelled_before(broker)
     with Grpc(broker) as stream:
         stream.send("repeat_int32", [1, 2], FOREVER_MS, request_id="slow")
         stream.send("repeat_int32", range(50), request_id="fast")
         got = [stream.next() for _ in range(50)]
         assert {each.get_response().id for each in got} == {"fast"}
         assert [int(each.as_numpy("OUT")[0]) for each in got] == list(range(50))
-        before = cancelled(broker)
+        assert cancelled(broker) == before
     eventually(lambda: cancelled(broker) == before + 1)
 
 
@@ -208,7 +220,7 @@ def test_generate(broker: Gateway) -> None:
 
 
 def test_who_hangs_up_ends_the_request(broker: Gateway) -> None:
-    before = cancelled(broker)
+    before = cancelled_before(broker)
     data = json.dumps({"IN": [1, 2], "DELAY": [0, FOREVER_MS], "WAIT": 0}).encode()
     reply = post(broker, "/v2/models/repeat_int32/generate_stream", data)
     assert next(events(reply))["OUT"] == 1
@@ -219,8 +231,8 @@ def test_who_hangs_up_ends_the_request(broker: Gateway) -> None:
 
 def test_hundreds_at_once(broker: Gateway) -> None:
     """None waits for the places of those that last."""
+    before = cancelled_before(broker)
     with Grpc(broker) as stream:
-        before = cancelled(broker)
         for number in range(100):
             stream.client.async_stream_infer("repeat_int32", lasting(number))
         assert {int(stream.next().as_numpy("OUT")[0]) for _ in range(100)} == set(range(100))

@@ -21,6 +21,7 @@ model_transaction_policy { decoupled: true }
 input { name: "X" data_type: TYPE_INT32 dims: [ 1 ] }
 output { name: "Y" data_type: TYPE_INT32 dims: [ 1 ] }
 sequence_batching {
+  max_sequence_idle_microseconds: 60000000
   oldest { max_candidate_sequences: 8 }
   control_input { name: "START" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } }
   state {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,8 +71,11 @@ def repository(tmp_path: Path) -> Path:
 
 
 def change(repository: Path, number: int) -> None:
+    """At once: who polls never sees half of it."""
     parameter = f'parameters {{ key: "number" value {{ string_value: "{number}" }} }}\n'
-    (repository / "slow" / "config.pbtxt").write_text(CONFIG + parameter)
+    written = repository.parent / "config.pbtxt"
+    written.write_text(CONFIG + parameter)
+    written.rename(repository / "slow" / "config.pbtxt")
 
 
 def began(repository: Path) -> int:
@@ -82,7 +84,10 @@ def began(repository: Path) -> int:
 
 
 @in_loop
-async def test_an_unload_ends_the_load_and_what_it_made_serves_nobody(repository: Path) -> None:
+async def test_an_unload_ends_the_load_and_what_it_made_serves_nobody(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(desired_state, "END_LOAD_S", 60)  # it ends before, on any machine
     async with serving(repository, "add1") as served:
         loading = asyncio.create_task(served.load("slow"))
         await until(lambda: began(repository))
@@ -123,6 +128,7 @@ async def test_a_load_that_goes_on_after_its_unload_ends_with_its_process(
 @in_loop
 async def test_a_reload_that_was_ended_leaves_what_serves(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(polling, "SETTLE_S", 0.01)
+    monkeypatch.setattr(desired_state, "END_LOAD_S", 60)
     (repository / "../endless").unlink()
     async with serving(repository, control_mode="poll") as served:
         generation = served.known["slow"].versions[1].generation
@@ -156,7 +162,7 @@ def test_a_lease_that_waits_for_an_endless_load_keeps_no_other_call_waiting(repo
 
 @pytest.mark.parametrize("start", [True, False], ids=["at start", "asked for"])
 def test_a_broker_with_an_endless_load_stops_in_time(repository: Path, tmp_path: Path, start: bool) -> None:
-    flags = ["--model-control-mode=explicit", "--load-model=add1", "--exit-timeout-secs=20"]
+    flags = ["--model-control-mode=explicit", "--load-model=add1", "--exit-timeout-secs=100"]
     with Broker(repository, tmp_path / "run", *flags, *(["--load-model=slow"] if start else [])) as broker:
         if not start:
             broker.ready()
@@ -168,7 +174,5 @@ def test_a_broker_with_an_endless_load_stops_in_time(repository: Path, tmp_path:
                 x = np.ones((1, 4), np.float32)
                 assert np.array_equal(client.infer("add1", {"x": x})["y"], x + 1)
         eventually(lambda: began(repository))
-        asked = time.monotonic()
         broker.process.send_signal(signal.SIGTERM)
-        assert broker.process.wait(30) == 0
-        assert time.monotonic() - asked < 20, "well before the exit time-out"
+        assert broker.process.wait(60) == 0, "well before the exit time-out"

@@ -12,7 +12,7 @@ import pytest
 import clientlib
 from shm.errors import InferError
 from tests.fakes import models
-from tests.fakes.broker import Broker, eventually
+from tests.fakes.broker import Broker, eventually, steady
 
 STEP = """{{ model_name: "{model}" model_version: -1
   input_map {{ key: "x" value: "{source}" }} output_map {{ key: "y" value: "{target}" }} }}"""
@@ -87,7 +87,7 @@ def test_what_lies_between_steps_is_not_copied_and_only_what_is_needed_runs(brok
 
     members = ("fixed", "left", "right")
     with clientlib.connect(f"ipc://{broker.directory}") as client:
-        before = tuple(counters().values())
+        before = tuple(steady(counters).values())
         region = client.create_region("r", 12288)
         x, left, right = (region.array((1, 8), np.float32, offset) for offset in (0, 4096, 8192))
         x[:] = np.arange(8)
