@@ -69,7 +69,7 @@ def not_placed(name: str) -> InferError:
     return InferError(
         Code.INVALID_ARG,
         f"output '{name}' is placed in a region: outputs of a decoupled model come one response at a time: they cannot "
-        "be placed",
+        "be placed; leave it out of outputs=, and copy the array of each response to where it is wanted",
     )
 
 

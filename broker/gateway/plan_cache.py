@@ -323,13 +323,15 @@ def _places(model: ModelMetadata, request: InferRequest, targets: Mapping[str, T
 
 
 def _check_decoupled(model: ModelMetadata, targets: Mapping[str, Target]) -> None:
-    """Each response goes where the one before went, so the gateway writes it, which reaches no GPU."""
+    """Each response goes where the one before went, when that has been sent: the gateway writes it, which reaches no
+    GPU, and the worker does not know when that is.
+    """
     for name, target in targets.items():
         if target.on_gpu:
             raise InferError(
                 Code.UNSUPPORTED,
                 f"output '{name}' of decoupled model '{model.name}' cannot be written to CUDA shared memory region "
-                f"'{target.alias.name}': use system shared memory, or none",
+                f"'{target.alias.name}': use system shared memory, or none, and copy each response to the GPU",
             )
 
 

@@ -262,13 +262,18 @@ def _in_place(plan: Plan, model: LoadedModel) -> bool:
 
 
 def _off_limits(plan: Plan, model: LoadedModel) -> Verdict | None:
-    """Decoupled models work with their clients' memory in more than one go: the GPU's is not for them."""
-    if model.ensemble is not None and model.streams is not None:
+    """A decoupled model's responses: a place is written again when its client has copied out what lay there, and of
+    GPU memory nobody copies out. A decoupled ensemble reads its client's memory as long as it has branches.
+    """
+    if model.streams is None:
+        return None
+    if model.ensemble is not None:
         return Code.UNSUPPORTED, f"ensemble '{model.name}' is decoupled and cannot use GPU memory: use create_region()"
-    if model.streams is not None and any(tensor.region.gpu is not None for tensor in plan.outputs):
+    if any(tensor.region.gpu is not None for tensor in plan.outputs):
         return (
             Code.UNSUPPORTED,
-            f"model '{model.name}' is decoupled: its responses cannot be written to GPU memory, use create_region()",
+            f"model '{model.name}' is decoupled: each of its responses would overwrite the one before in GPU memory; "
+            "have its outputs in host memory and copy each response to the GPU",
         )
     return None
 

@@ -360,7 +360,7 @@ def test_responses_of_decoupled_models_are_not_written_to_a_gpu(
         plan = caller.attach().plan(config, inputs, [(memory, spec("OUT", (1,), "INT32", offset=1024))])
         code, text = caller.refused(plan)
         assert code is Code.UNSUPPORTED
-        assert "is decoupled: its responses cannot be written to GPU memory" in text
+        assert "is decoupled: each of its responses would overwrite the one before in GPU memory; have its" in text
 
 
 def test_a_runtime_without_cuda_is_told_apart_from_one_with(tmp_path: Path, gpu: LoneWorker) -> None:
