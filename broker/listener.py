@@ -96,6 +96,11 @@ class Sessions:
         """What clients have handed over and cannot be closed yet."""
         return self._porters.held if self._porters is not None else 0
 
+    @property
+    def descriptors_refused(self) -> int:
+        """How many datagrams came with descriptors that nobody could take."""
+        return self._porters.refused if self._porters is not None else 0
+
     def _stuck(self, session: int) -> None:
         if (found := self.get(session)) is not None:
             found.hang_up(

@@ -17,12 +17,14 @@ go back while the broker runs.
     gpu_memory  key of a worker that has opened some, or pinned regions for a GPU → opens, closes, evictions,
                 open_bytes, pinned_bytes
     gpus        UUID → total_memory, bytes            client_gpu_bytes  session → bytes of its CUDA regions
+    descriptors_held  that clients have passed and cannot be closed, descriptors_refused  datagrams of clients for whose
+                descriptors there was no porter (`broker.porter_link`)
     gateways    index → restarts, hangs (restarts of one that gave no sign of life)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, Protocol, final
 
@@ -105,6 +107,20 @@ class Worker(Protocol):
     restarts: int
 
 
+class Sessions(Protocol):
+    """What is asked of the sessions, beside how many there are."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def descriptors_held(self) -> int:
+        """What clients have handed over and cannot be closed yet."""
+
+    @property
+    def descriptors_refused(self) -> int:
+        """How many datagrams came with descriptors that nobody could take."""
+
+
 class Gateways(Protocol):
     """What is asked of the gateways."""
 
@@ -128,7 +144,7 @@ class MetricsDocument:
         workers: Iterable[Worker],
         registry: Registry,
         channels: Channels,
-        sessions: Sized,
+        sessions: Sessions,
         gateways: Gateways,
         gpus: Callable[[], dict[str, Any]] = lambda: {"gpus": []},
     ) -> None:
@@ -153,6 +169,8 @@ class MetricsDocument:
             "region_limit": self._registry.quota.limit,
             "clients": {str(session): count for session, count in islice(self._depths(), MAX_CLIENTS)},
             "sessions": len(self._sessions),
+            "descriptors_held": self._sessions.descriptors_held,
+            "descriptors_refused": self._sessions.descriptors_refused,
             "workers": {worker.key: self._worker(worker) for worker in self._workers},
             "cache": self._cache(),
             "gpu_memory": dict(self._gpu_memory()),

@@ -7,7 +7,7 @@ the place of any other goes one of /dev/null, and that one is closed by a thread
 such threads wait, the broker replaces the porter: `broker.porter_link`, which started it with one end of a socket pair.
 
     broker → porter   `ASK` and the client's socket                     TAKE: one datagram; DRAIN: all that is unread
-    porter → broker   `TOLD`, what was in the datagram, descriptors     one for each TAKE; STUCK: of a session, unasked
+    porter → broker   `TOLD`, what was in the datagram, descriptors     one for each TAKE; STUCK: of sessions, unasked
 """
 
 from __future__ import annotations
@@ -123,11 +123,10 @@ class Porter:
                 self._look()
 
     def _look(self) -> None:
-        """Tell which sessions' descriptors are stuck, and, of session 0, counts that have changed since."""
-        for session in self._droppers.stuck():
-            self._tell(STUCK, session)
-        if self._droppers.counts() != self._told:
-            self._tell(STUCK, 0)
+        """Tell which sessions' descriptors are stuck, in one message: it may be the last one that is listened to."""
+        sessions = sorted(set(self._droppers.stuck()))
+        if sessions or self._droppers.counts() != self._told:
+            self._tell(STUCK, 0, struct.pack(f"<{len(sessions)}q", *sessions))
 
     def _do(self, data: bytes, fds: list[int]) -> None:
         what, session = ASK.unpack(data)

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import socket
+import struct
 import subprocess
 import sys
 from collections import deque
@@ -27,6 +28,7 @@ from shm.errors import ProtocolError
 
 log = logging.getLogger(__name__)
 
+START_S = 30.0  # for its first answer
 ANSWER_S = 5.0  # a porter that takes longer is stopped, or waits for somebody
 MAX_HELD = 2 * CROWD  # descriptors that one porter may have waiting to be closed
 MAX_PORTERS = 8  # that have not ended
@@ -203,15 +205,17 @@ class Porters:
             session, connection, _ = self._asked[0]
             why = self.prepare()
             if not why and self._life is not None:
+                limit = ANSWER_S if self._life.answered else START_S
                 try:
                     sockets.send(self._life.link, ASK.pack(TAKE, session), [connection.fileno()])
-                    self._late = asyncio.get_running_loop().call_later(ANSWER_S, self._too_late, self._life)
+                    self._late = asyncio.get_running_loop().call_later(limit, self._too_late, self._life)
                     return
                 except OSError as error:
                     why = f"the process that takes descriptors cannot be asked: {error.strerror}"
             self._asked.popleft()[2](NotTaken(why))
 
     def _too_late(self, life: _Life) -> None:
+        log.error("a porter gave no answer in time; another one takes its place")
         kill(life.pidfd)
         self._lost(life)
 
@@ -230,7 +234,7 @@ class Porters:
             self._hear(life, *told)
 
     def _hear(self, life: _Life, told: bytes, fds: list[int]) -> None:
-        what, session, life.held, life.stuck = TOLD.unpack_from(told)
+        what, _, life.held, life.stuck = TOLD.unpack_from(told)
         life.answered = True
         if what != STUCK and self._late is not None:
             self._late.cancel()
@@ -240,7 +244,7 @@ class Porters:
             self._retire(life)
         data = told[TOLD.size :]
         if what == STUCK:
-            if session:
+            for (session,) in struct.iter_unpack("<q", data):
                 self._on_stuck(session)
         elif what == TAKEN:
             self._answer(Taken(data, fds))
