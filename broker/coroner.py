@@ -1,8 +1,8 @@
 """What the broker does to the channels of a dead worker, the only time it maps one.
 
-`broker.logical_worker` calls `bury` at every death, in one turn of the event loop, and `end` when no replacement comes;
-`broker.resting` calls `leave` when one comes only if it is wanted.
-The rules are `shm.recovery`'s; what is known of plans comes through `PlanBook`.
+`broker.logical_worker` calls `bury` at every death, as soon as it is known how it came, and `end` when no replacement
+comes; `broker.resting` calls `leave` when one comes only if it is wanted. The rules are `shm.recovery`'s; what is
+known of plans comes through `PlanBook`.
 """
 
 from __future__ import annotations
@@ -49,10 +49,14 @@ def bury(
     channels: Iterable[ChannelRecord],
     plans: PlanBook,
     now_ns: int,
-    reason: str,
+    death: str,
     failed: Callable[[str, int], None],
+    reason: str = "",
 ) -> list[tuple[int, str]]:
     """End what was running and must not run again, `reason` told; all else waits for the replacement.
+
+    `death`: how the process ended. `reason`: why it was ended, as clients are to be told; "": nobody ended it, or it is
+    not for them.
 
     `failed` is called with model and version of each request that ends here: its worker cannot count it any more.
     Returns the (session, model) of each request that was alone at its second death.
@@ -60,6 +64,11 @@ def bury(
     offences: list[tuple[int, str]] = []
     for record in channels:
         session = record.session
+
+        def cause(plan_word: int, session: int = session) -> str:
+            ran = plans.counted_for(session, plan_word)
+            return "" if reason or ran is None else f"model '{ran[0]}' version {ran[1]}, {death}"
+
         try:
             endings = recovery.bury(
                 record.memory,
@@ -69,6 +78,7 @@ def bury(
                 lambda word, session=session: plans.retryable(session, word),  # type: ignore[misc]
                 now_ns,
                 reason,
+                cause,
             )
         except Exception:  # the other channels' requests must have their endings whatever is wrong with this one
             _log.exception("channel %d cannot be buried", record.channel)

@@ -43,7 +43,6 @@ from broker.worker_process import Exit, Notice, ProcessDied, WorkerProcess
 from broker.zygote_link import StartFailed, Zygote
 from shm.errors import Code, InferError
 
-LOAD_S = 600.0  # for a worker, or its replacements, to load a model; for a replacement to load all
 COME_UP = 0.5  # of the time there is to stop: for a replacement, whose loads may not end, to end what was accepted
 REST_S = 60.0  # for a replacement to take over regions, plans and channels
 _log = logging.getLogger(__name__)
@@ -114,10 +113,10 @@ class Worker:
         return self._state.process.pid if self._state.process is not None else None
 
     async def until_up(self) -> None:
-        """Returns when a process has all that it must have, or after LOAD_S: whoever asks it for more is told why."""
+        """Returns when a process has all that it must have, or after `load_s`: whoever asks it for more is told why."""
         self._state.wanted.set()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LOAD_S):
+            async with asyncio.timeout(self._owner.load_s):
                 await self._state.up.wait()
 
     # --- what it must have -----------------------------------------------------------------------------------------
@@ -128,7 +127,7 @@ class Worker:
         message = LoadInstances(config=config.for_worker, version=version, generation=generation, blocks=blocks)
         models = self._state.models
         self.instances.update(dict.fromkeys(blocks, config.hang_timeout_s))
-        await self._state.have(models, load, Wanted(message), None, LOAD_S)
+        await self._state.have(models, load, Wanted(message), None, self._owner.load_s)
         for older in [older for older in models if supersedes(load, older)]:
             del models[older]
 
@@ -275,7 +274,7 @@ class Worker:
                 continue
             await self._bring_up(process)
             await process.died.wait()
-            ended = process.exit(await self._zygote.exit_code(process.pid, process.pidfd))
+            ended = await process.ended(self._zygote.exit_code(process.pid, process.pidfd), self._bury)
             process.close()
             state.process = None
             if not (state.stopping.is_set() or self._rest.begun):
@@ -302,7 +301,7 @@ class Worker:
             process.post(start, (self._owner.blocks.page.fd,))
             async with asyncio.timeout(ANSWER_S):
                 await process.ready
-            async with asyncio.timeout(LOAD_S):
+            async with asyncio.timeout(self._owner.load_s):
                 await self._state.bring_models()
             self._was_ready = True
             async with asyncio.timeout(REST_S):
@@ -321,18 +320,21 @@ class Worker:
                 self._state.up.set()
 
     def _exited(self, process: WorkerProcess) -> None:
-        """Before anything else that follows a death: the endings that are due, in this turn of the event loop."""
+        """Before anything else that follows a death, in this turn of the event loop."""
         self.state = "starting"  # whoever hears of the death by its request sees it in the status, too
         self._state.up.clear()
         self._uses.died()
-        plans, blocks, now_ns = self._owner.plans, self._owner.blocks, time.monotonic_ns()
-        if plans is not None and not self._kill_next:
-            lost = partial(blocks.lost, worker=self.key, now_ns=now_ns)
-            for session, model in bury(self._records.values(), plans, now_ns, process.kill_told, lost):
-                self._owner.blame(session, model, now_ns, self)
-        blocks.abandon(tuple(self.instances))
         self._was_ready |= bool(self._state.loading)  # there is a limit to deaths of loads: no need to wait in between
         self._given_up = self._state.deaths.died(self._state.loading)
+
+    def _bury(self, process: WorkerProcess, death: str, now_ns: int) -> None:
+        """The endings that are due."""
+        plans, blocks = self._owner.plans, self._owner.blocks
+        if plans is not None and not self._kill_next:
+            lost = partial(blocks.lost, worker=self.key, now_ns=now_ns)
+            for session, model in bury(self._records.values(), plans, now_ns, death, lost, process.kill_told):
+                self._owner.blame(session, model, now_ns, self)
+        blocks.abandon(tuple(self.instances))
 
     async def _after_death(self, pid: int, ended: Exit) -> None:
         self.last_death = ended.text

@@ -12,8 +12,9 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, final
 
 import msgspec
@@ -39,6 +40,7 @@ from shm.sockets import close_all, receive, send
 
 Notice = ChannelBroken | RegionIdle | WantSession | Offence
 LINGER_S = 1.0  # between the end of a link and the end of its process
+TOLD_S = 0.05  # for the zygote to say how a process ended: what its requests are told is due within 0.1 s
 OUTBOX = 65536  # messages that wait for a worker to read its link
 
 _log = logging.getLogger(__name__)
@@ -185,6 +187,23 @@ class WorkerProcess:
         """How it ended, given what `Zygote.exit_code` said of it. Why it was killed may not be for clients."""
         ended = describe_exit(code)
         return Exit(self.kill_reason or ended.text, ended.signal, self.kill_told or ended.text)
+
+    async def ended(
+        self, exit_code: Coroutine[Any, Any, int | None], bury: Callable[[WorkerProcess, str, int], None]
+    ) -> Exit:
+        """How it ended, given what `Zygote.exit_code` will say. Only after `died`.
+
+        `bury` is called once, with that as clients are told of it, and with when it was seen (ns). It does not wait
+        for long for a zygote that does not answer: then nobody knows how.
+        """
+        now_ns = time.monotonic_ns()
+        code = asyncio.ensure_future(exit_code)
+        await asyncio.wait((code,), timeout=TOLD_S)
+        try:
+            bury(self, self.exit(code.result() if code.done() else None).told, now_ns)
+        except Exception:  # whoever was told of it may fail; the worker is replaced all the same
+            _log.exception("worker (pid %d): its requests were not dealt with", self.pid)
+        return self.exit(await code)
 
     def close(self) -> None:
         """Close the descriptors. Only after `died`."""

@@ -35,6 +35,7 @@ from shm.worker_channel import WorkerChannel
 
 DIED = "the worker died while it ran this request"
 TWICE = f"{DIED}, alone and for the second time"
+_NOT_AGAIN = "parameter retry 'false' of the model ends such a request at the first death"
 
 
 class Ending(NamedTuple):
@@ -82,10 +83,12 @@ def bury(
     retryable: Callable[[int], bool],
     now_ns: int,
     reason: str = "",
+    cause: Callable[[int], str] = lambda plan_word: "",
 ) -> list[Ending]:
     """The coroner's part: end what was running and must not run again; the rest waits for the replacement.
 
     `reason`: why the worker was ended, as its clients are to be told; "": nobody ended it, or it is not for them.
+    `cause`: what it ran for a plan, and how it died; "": that is not known, or `reason` says it.
     """
     endings: list[Ending] = []
     with contextlib.closing(WorkerChannel(memory_fd, ledger_fd, -1, pipe_fd, slots, {})) as channel:
@@ -94,7 +97,9 @@ def bury(
         for request, state, entry in _unfinished(channel, now_ns):
             verdict = _sentence(request, state, retryable(entry[1]))
             if verdict is not None:
-                request.fail(verdict[0], _told(reason, verdict[1]))
+                parts = (cause(entry[1]), _NOT_AGAIN if verdict[1] is TWICE else "")
+                known = "; ".join(part for part in parts if part)
+                request.fail(verdict[0], _told(reason, f"{verdict[1]}: {known}" if known else verdict[1]))
                 channel.complete((request,))
                 endings.append(Ending(entry[1], request.attempts, verdict[1]))
         channel.ring()
@@ -167,7 +172,7 @@ def _told(reason: str, sentence: str) -> str:
     """Both, with as much of the reason as a note has room for: whose fault a death is shows in the sentence."""
     if not reason:
         return sentence
-    room = NOTE_BYTES - len(f"; {sentence}".encode())
+    room = max(0, NOTE_BYTES - len(f"; {sentence}".encode()))
     return f"{reason.encode(errors='replace')[:room].decode(errors='ignore')}; {sentence}"
 
 
@@ -180,5 +185,7 @@ def _sentence(request: Request, state: int, retryable: bool | None) -> Verdict |
     if state == STARTED and retryable is None:
         return Code.UNAVAILABLE, f"{DIED}, and its plan is gone, perhaps with a region of it: prepare it again"
     if state == STARTED and not retryable:
-        return Code.UNAVAILABLE, f"{DIED}, and its model does not allow it to run twice"
+        return Code.UNAVAILABLE, (
+            f"{DIED}, and its model does not allow it to run twice (parameter retry; never with sequences or streams)"
+        )
     return None

@@ -46,7 +46,7 @@ class Offenders:
 
     def ended(self, error: InferError, caller: Caller, model: str) -> None:
         """A request of `caller` failed. What counts is whether a worker ended with it for the second time."""
-        if not error.message.endswith(TWICE):  # of an ensemble it says which step
+        if TWICE not in error.message:  # of an ensemble it says which step first, then of what and how it died
             return
         pair, now = (caller.identity, model), self._clock()
         if now - self._once.pop(pair, now - WINDOW_NS - 1) <= WINDOW_NS:

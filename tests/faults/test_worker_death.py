@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -21,6 +22,7 @@ from tests.faults.measure import alive
 
 MIB = 1 << 20
 TWICE = "UNAVAILABLE the worker died while it ran this request, alone and for the second time"
+NOT_AGAIN = "parameter retry 'false' of the model ends such a request at the first death"
 REFUSED = (
     "UNAVAILABLE requests of this client for this model are refused for a minute: two of them ended a worker while"
     " running alone"
@@ -42,7 +44,8 @@ def kill_worker(lab: Lab, again: bool = False, key: str = SAME) -> None:
     """SIGKILL; returns when it has been replaced. `again`: kill the replacement, too, before it is ready."""
     for _ in range(1 + again):
         victim = eventually(lambda: lab.worker_pid(key), "a worker")
-        os.kill(victim, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # the status names a dead one for a moment
+            os.kill(victim, signal.SIGKILL)
         eventually(lambda victim=victim: lab.worker_pid(key) not in (0, victim), "a new worker")
     eventually(lambda: lab._is_ready(key), "a worker that is ready")
 
@@ -65,7 +68,7 @@ def ask(model: str, act: str, tag: int, seconds: float = 0.0) -> list[Any]:
 def answer(client: clientlib.Client, model: str, act: str, tag: int, seconds: float = 0.0) -> list[Any]:
     asked = unruly.inputs(act, tag, seconds)
     try:
-        y = client.infer(model, asked, timeout=30)["y"]
+        y = client.infer(model, asked, timeout=60)["y"]
     except clientlib.InferError as error:
         return [error.code, error.message, False]
     return ["OK", "", bool(np.array_equal(y, asked["x"] + 1))]
@@ -83,7 +86,7 @@ def infer_before_and_after() -> list[Any]:
         right = []
         for turn in range(2):
             x[:] = turn
-            plan.infer(timeout=30)
+            plan.infer(timeout=60)
             right.append(bool((y == turn + 1).all()))
             child.say("once")
             child.hear()
@@ -111,7 +114,7 @@ def register_and_infer_for_ever() -> dict[str, int]:
             places = {"x": region.tensor((2, 4), "FP32")}, {"y": region.tensor((2, 4), "FP32", 64)}
             plan = client.prepare("add1", *places)
             region.array((2, 4), "FP32")[:] = turn
-            code, message = child.refusal(plan.infer, timeout=30)
+            code, message = child.refusal(plan.infer, timeout=60)
             told[f"{code} {message}"] += 1
             assert code != "OK" or (region.array((2, 4), "FP32", 64) == turn + 1).all()
             client.unregister(region.name)
@@ -131,11 +134,16 @@ def write_much_for_ever() -> dict[str, int]:
         plan = client.prepare("nonzero", *places)
         while True:
             y[:] = -1
-            code, message = child.refusal(plan.infer, timeout=30)
+            code, message = child.refusal(plan.infer, timeout=60)
             told[f"{code} {message}"] += 1
             assert code != "OK" or np.array_equal(y[0], np.arange(count)), "a partial output passed for a result"
             if child.hear(0) == "end":
                 return told
+
+
+def sentence(told: str) -> str:
+    """Without of what and how the worker died."""
+    return TWICE if told.startswith(TWICE) else told
 
 
 @pytest.mark.parametrize("life", [register_and_infer_for_ever, write_much_for_ever], ids=["w02_map", "w04_output"])
@@ -147,11 +155,11 @@ def test_killed_at_any_moment(lab, life):
     offender.tell("end")
     told = offender.result()
     assert told["OK "] > 0
-    assert set(told) <= {"OK ", TWICE, REFUSED}, "kills may meet the same request twice"
+    assert set(map(sentence, told)) <= {"OK ", TWICE, REFUSED}, "kills may meet the same request twice"
     lab.settled(replaced=SAME)
 
 
-def nap_with_a_queue(model: str, tag: int) -> list[list[Any]]:
+def wait_with_a_queue(model: str, tag: int) -> list[list[Any]]:
     """One that runs, and four that wait for the only instance."""
     with clientlib.connect() as client:
         region = client.create_region("r", 4096)
@@ -164,10 +172,10 @@ def nap_with_a_queue(model: str, tag: int) -> list[list[Any]]:
             slots=5,
         )
         for place in range(5):
-            asked = unruly.inputs("add" if place else "nap", tag + place, 0.3)
+            asked = unruly.inputs("add" if place else "nap_once", tag + place, 30)
             act[place], x[place] = asked["act"], asked["x"]
         pending = [plan.submit(input_slot=place, output_slot=place) for place in range(5)]
-        answers = [child.refusal(one.result, timeout=30) for one in pending]
+        answers = [child.refusal(one.result, timeout=60) for one in pending]
         return [[*told, bool(np.array_equal(y[i], x[i] + 1))] for i, told in enumerate(answers)]
 
 
@@ -176,7 +184,7 @@ def test_w03_killed_while_running(lab, model):
     tag = next(TAGS)
     for _ in range(4):
         next(TAGS)
-    offender = lab.start(nap_with_a_queue, model=model, tag=tag)
+    offender = lab.start(wait_with_a_queue, model=model, tag=tag)
     eventually(lambda: unruly.runs(lab.repository, model, tag) == 1, "the request runs")
     kill_worker(lab)
     first, *queued = offender.result()
@@ -195,17 +203,18 @@ def test_w03_killed_while_running(lab, model):
 
 
 def truncate_below_the_output(tag: int) -> list[Any]:
-    """The model writes its output when its nap is over: by then the memory is not there any more."""
+    """The model writes its output when it may go on: by then the memory is not there any more."""
     with clientlib.connect() as client, raw.named_memory(2 * MIB) as key:
         fd = posix_ipc.SharedMemory(key).fd
         region = client.register_system_shm("r", key, 2 * MIB)
-        asked = unruly.inputs("nap", tag, 0.3)
+        asked = unruly.inputs("wait", tag)
         region.array((1,), "INT64")[:], region.array((4,), "FP32", 64)[:] = asked["act"], asked["x"]
         inputs = {"act": region.tensor((1,), "INT64"), "x": region.tensor((4,), "FP32", 64)}
         plan = client.prepare("unruly", inputs, {"y": region.tensor((4,), "FP32", MIB)})
-        pending = plan.submit(timeout=20)
+        pending = plan.submit(timeout=60)
         child.hear()
         os.ftruncate(fd, MIB)
+        child.say("cut")
         told = [child.refusal(pending.result), child.refusal(plan.infer, timeout=20)]
         told.append(child.refusal(client.prepare, "add1", {"x": region.tensor((2, 4), "FP32")}))
         os.ftruncate(fd, 2 * MIB)
@@ -216,9 +225,12 @@ def truncate_below_the_output(tag: int) -> list[Any]:
 
 def test_w05_region_that_killed_its_worker_is_retired(lab):
     tag = next(TAGS)
+    unruly.hold(lab.repository, "unruly")
     offender = lab.start(truncate_below_the_output, tag=tag)
     eventually(lambda: unruly.runs(lab.repository, "unruly", tag) == 1, "the request runs")
     offender.tell("cut")
+    assert offender.heard() == "cut"
+    unruly.let_go(lab.repository, "unruly")
     (first, second, prepared, again), names = offender.result()
     assert first[0] == "UNAVAILABLE"
     assert first[1].startswith("the worker died while it ran this request, and its plan is gone")
@@ -241,8 +253,6 @@ def test_w05_region_that_killed_its_worker_is_retired(lab):
         ("overflow", "killed by SIGSEGV"),
         ("kill", "killed by SIGKILL"),
         ("exit", "exit code 0"),
-        ("sys_exit", "exit code 70"),
-        ("cancel", "exit code 70"),
     ],
 )
 def test_w06_w07_w09_model_ends_its_process(lab, act, death):
@@ -251,23 +261,31 @@ def test_w06_w07_w09_model_ends_its_process(lab, act, death):
     while not offender.ended(0.01):
         assert_truthful(lab)
     code, message, _ = offender.result()
-    assert f"{code} {message}" == TWICE
+    causes = [f"model 'unruly' version 1, {known}" for known in (death, "ended, nobody knows how")]  # if not heard soon
+    assert f"{code} {message}" in [f"{TWICE}: {cause}; {NOT_AGAIN}" for cause in causes]
     assert unruly.runs(lab.repository, "unruly", tag) == 2
     assert last_death(lab) == death
+    eventually(lambda: failures(lab, "unruly") > failed, "it is counted")
     assert failures(lab, "unruly") == failed + 1, "counted once, by the broker"
     lab.settled(replaced=SAME)
 
 
 def assert_truthful(lab: Lab) -> None:
-    """S5 at any moment: what is called ready is alive."""
+    """S5 at any moment: what is called ready is alive, or its death is being noticed."""
     seen = worker(lab)
     if seen["state"] == "ready" and not alive(seen["pid"]):
-        eventually(lambda: lab.worker_pid() != seen["pid"], "the death is noticed", 0.25)
+        eventually(lambda: lab.worker_pid() != seen["pid"], "the death is noticed")
 
 
 @pytest.mark.parametrize(
     ("act", "code", "text"),
-    [("refuse", "INTERNAL", "ValueError: not this one"), ("allocate", "INTERNAL", "Error"), ("thread", "OK", "")],
+    [
+        ("refuse", "INTERNAL", "ValueError: not this one"),
+        ("sys_exit", "INTERNAL", "SystemExit"),
+        ("cancel", "INTERNAL", "CancelledError"),
+        ("allocate", "INTERNAL", "Error"),
+        ("thread", "OK", ""),
+    ],
 )
 def test_w07_w09_model_fails_without_dying(lab, act, code, text):
     told = lab.offend(ask, model="unruly", act=act, tag=next(TAGS))
@@ -282,18 +300,25 @@ def test_w08_hang(lab, act):
     code, message, _ = lab.offend(ask, model="hanger", act=act, tag=tag, seconds=60.0)
     assert message.startswith("model 'hanger' version 1 hung: it had run a batch of 1 for ")
     assert "the limit is 0.5 s (model parameter hang_timeout_s); " in message
-    assert f"{code} {message.rsplit('; ')[-1]}" == TWICE
+    assert f"{code} {message.rsplit('; ')[-1]}" == f"{TWICE}: {NOT_AGAIN}"
     assert "hung: model 'hanger' version 1" in last_death(lab)
+    eventually(lambda: failures(lab, "hanger") > failed, "it is counted")
     assert failures(lab, "hanger") == failed + 1, "counted once, by the broker"
     lab.settled(replaced=SAME)
 
 
 def test_w08_stopped_while_running(lab):
-    tag = next(TAGS)
-    offender = lab.start(ask, model="hanger", act="nap", tag=tag, seconds=unruly.HANG_S / 2)
-    eventually(lambda: unruly.runs(lab.repository, "hanger", tag) == 1, "the request runs")
-    os.kill(lab.worker_pid(), signal.SIGSTOP)
-    assert offender.result() == ["OK", "", True]
+    for _ in range(10):
+        tag, victim = next(TAGS), lab.worker_pid()
+        offender = lab.start(ask, model="hanger", act="nap_once", tag=tag, seconds=unruly.HANG_S / 2)
+        eventually(lambda tag=tag: unruly.runs(lab.repository, "hanger", tag) >= 1, "the request runs")
+        os.kill(victim, signal.SIGSTOP)
+        offender.ended(3 * unruly.HANG_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGCONT)  # it was over before: stopped while nothing ran
+        assert offender.result() == ["OK", "", True]
+        if unruly.runs(lab.repository, "hanger", tag) == 2:
+            break
     assert "hung: model 'hanger' version 1" in last_death(lab)
     assert unruly.runs(lab.repository, "hanger", tag) == 2
     lab.settled(replaced=SAME)
@@ -315,7 +340,7 @@ def test_w11_poison_runs_twice_and_its_sender_is_refused(lab):
     tags = [next(TAGS) for _ in range(3)]
     offender = lab.start(poison_three_times, tags=tags)
     first, second, third, other = offender.heard()
-    assert [f"{code} {message}" for code, message, _ in (first, second)] == [TWICE, TWICE]
+    assert [sentence(f"{code} {message}") for code, message, _ in (first, second)] == [TWICE, TWICE]
     assert f"{third[0]} {third[1]}" == REFUSED
     assert [unruly.runs(lab.repository, "unruly", tag) for tag in tags] == [2, 2, 0]
     assert other == ["OK", "", True], "another model of the same session"
@@ -327,7 +352,7 @@ def test_w11_poison_runs_twice_and_its_sender_is_refused(lab):
 
 def test_w11_who_ran_beside_poison_is_answered(lab):
     innocent_tag, poison_tag = next(TAGS), next(TAGS)
-    innocent = lab.start(ask, model="unruly_pair", act="nap", tag=innocent_tag, seconds=0.3)
+    innocent = lab.start(ask, model="unruly_pair", act="nap_once", tag=innocent_tag, seconds=30.0)
     eventually(lambda: unruly.runs(lab.repository, "unruly_pair", innocent_tag) == 1, "the innocent runs")
     poison = lab.start(ask, model="unruly_pair", act="segfault", tag=poison_tag)
     assert poison.result()[0] == "UNAVAILABLE"
@@ -342,20 +367,22 @@ def test_w11_others_prepare_and_run_while_poison_kills(lab):
     others = [lab.start(register_and_infer_for_ever) for _ in range(2)]
     for _ in range(scaled(6, 100)):
         told = lab.start(ask, model="unruly", act="exit", tag=0, valid=False).result()
-        assert f"{told[0]} {told[1]}" == TWICE
+        assert sentence(f"{told[0]} {told[1]}") == TWICE
     for other in others:
         other.tell("end")
     for other in others:
         told = other.result()
         assert told["OK "] > 0
-        assert set(told) <= {"OK ", TWICE}
+        again = sum(count for text, count in told.items() if sentence(text) == TWICE)
+        assert set(map(sentence, told)) <= {"OK ", TWICE, *((REFUSED,) if again > 1 else ())}
     lab.settled(replaced=SAME)
 
 
 # --- W-14: what a model has started -----------------------------------------------------------------------------------
 
 
-MARK, HELPERS = 14, 5  # processes: four that sleep, and a shell that waits for one of these
+MARK = os.getpid() % 1_000_000  # nobody else's helpers
+HELPERS = 5  # processes: four that sleep, and a shell that waits for one of these
 
 
 def helpers() -> set[int]:
