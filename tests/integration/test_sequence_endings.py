@@ -7,7 +7,7 @@ import queue
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +162,12 @@ def told(broker: Gateway, model: str) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
+def news(broker: Gateway, model: str) -> Callable[[], list[str]]:
+    """What the model is told from now on."""
+    known = len(told(broker, model))
+    return lambda: told(broker, model)[known:]
+
+
 class Steps:
     """A client of one model."""
 
@@ -184,24 +190,26 @@ def cpu_s(pid: int) -> float:
 
 
 def test_each_end_is_told_once(broker: Gateway) -> None:
+    heard = news(broker, "slots")
     with clientlib.connect(broker.directory) as client:
         step = Steps(client, "slots")
         step(5, start=True)
         step(6, start=True)
         step(5, end=True)
-        eventually(lambda: told(broker, "slots") == ["0 end"], "END, with nothing else to run")
+        eventually(lambda: heard() == ["0 end"], "END, with nothing else to run")
         step(6, start=True)
-        eventually(lambda: told(broker, "slots") == ["0 end", "1 start"], "a new START")
+        eventually(lambda: heard() == ["0 end", "1 start"], "a new START")
         with pytest.raises(InferError, match="the sequence of this id is over: it has had its END"):
             step(5)
-    eventually(lambda: told(broker, "slots") == ["0 end", "1 start", "1 client_gone"], "the client has left")
+    eventually(lambda: heard() == ["0 end", "1 start", "1 client_gone"], "the client has left")
 
 
 def test_silence(broker: Gateway) -> None:
+    heard = news(broker, "short")
     with clientlib.connect(broker.directory) as client:
         step = Steps(client, "short")
         step(9, start=True)
-        eventually(lambda: told(broker, "short") == ["9 idle"])
+        eventually(lambda: heard() == ["9 idle"])
         family = broker.descendants()
 
         def rests() -> bool:
@@ -235,13 +243,13 @@ def test_ids_that_are_strings(broker: Gateway) -> None:
 def test_unload(broker: Gateway) -> None:
     with clientlib.connect(broker.directory) as client:
         client.load("short")
-        before = len(told(broker, "short"))
+        heard, others = news(broker, "slots"), news(broker, "short")
         step = Steps(client, "slots")
         step(8, start=True)
         client.unload("slots")
-        eventually(lambda: told(broker, "slots")[-1] == "0 unload")
+        eventually(lambda: heard() == ["0 unload"])
         client.load("slots")
-        assert len(told(broker, "short")) == before
+        assert others() == []
         with pytest.raises(InferError, match="is over: the model was unloaded, or replaced, and its state went with"):
             step(8)
 
