@@ -12,8 +12,8 @@ from broker.worker.plans import Plan
 from shm.admission import Request
 
 
-def take_in(requests: list[Request], held: Held) -> list[Request]:
-    """End those whose answer is known; returns the others, which are to be queued now: not those that `held` has."""
+def take_in(requests: list[Request], held: Held | None = None) -> list[Request]:
+    """End those whose answer is known; returns the others, which are to be queued. `held` keeps what has to wait."""
     rest: list[Request] = []
     answered: list[Request] = []
     for request in requests:
@@ -24,8 +24,8 @@ def take_in(requests: list[Request], held: Held) -> list[Request]:
             answered.append(request)
         elif model is not None and model.ensemble is not None:
             model.ensemble.begin(request)
-        elif model is not None and request.wait_event and held.hold(request, plan, model):
-            pass
+        elif held is not None and model is not None and request.wait_event and held.hold(request, plan, model):
+            continue  # it comes later
         else:
             rest.append(request)
     if answered:
