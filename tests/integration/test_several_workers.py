@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import select
+import contextlib
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +17,7 @@ import clientlib
 from shm import messages
 from shm.errors import InferError
 from tests.fakes import models, spread
-from tests.fakes.broker import Broker, eventually
+from tests.fakes.broker import Broker, eventually, steady
 from tests.fakes.gateways import Gateway
 from tests.fakes.lone_worker import Gate
 from tests.fakes.processes import kill_new
@@ -43,17 +43,9 @@ output [ { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] }, { name: "IDX" data_t
 """
 
 
-@pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Gate]:
-    (tmp_path / "repository").mkdir()
-    gate = Gate(tmp_path / "repository" / "slow")
-    yield gate
-    gate.close()
-
-
-@pytest.fixture
-def repository(gate: Gate) -> Path:
-    root = gate.directory.parent
+def write(root: Path) -> Gate:
+    """A repository; the gate is that of its model "slow"."""
+    gate = Gate(root / "slow")
     models.write_model(root, "add1", models.add1(), config=f"max_batch_size: 4 {TWO}")
     models.write_model(root, "sums", config=SUMS + TWO)
     models.write_model(root, "repeat", config=REPEAT + TWO)
@@ -66,19 +58,44 @@ parameters {{ key: "told" value {{ string_value: "{root / "slow"}/told" }} }}"""
     (root / "fatal" / "backend.py").write_text(spread.FATAL)
     one = (["IN FP32 -1"], ["OUT FP32 -1"])
     spread.ensemble(root, "both", *one, spread.step("add1", "x=IN", "y=a"), spread.step("add1", "x=a", "y=OUT"))
-    return root
+    return gate
 
 
-@pytest.fixture
-def broker(repository: Path, tmp_path: Path) -> Iterator[Broker]:
-    (tmp_path / "run").mkdir()
-    with Broker(repository, tmp_path / "run", "--model-control-mode=explicit", "--load-model=*") as broker:
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gate]:
+    with contextlib.closing(write(tmp_path_factory.mktemp("repository"))) as gate:
+        yield gate
+
+
+@pytest.fixture(scope="module")
+def broker(gate: Gate, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+    """For tests that leave its models as they are. Its workers may be new ones."""
+    with Broker(gate.directory.parent, tmp_path_factory.mktemp("run")) as broker:
         yield broker.ready()
 
 
 @pytest.fixture
 def client(broker: Broker) -> Iterator[clientlib.Client]:
     with clientlib.connect(f"ipc://{broker.directory}") as client:
+        eventually(lambda: all(row["state"] == "ready" for row in workers(client).values()), "both are up")
+        yield client
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Iterator[Path]:
+    """Of the test's own."""
+    with contextlib.closing(write(tmp_path / "repository")):
+        yield tmp_path / "repository"
+
+
+@pytest.fixture
+def control(repository: Path, tmp_path: Path) -> Iterator[clientlib.Client]:
+    """A client of a broker of the test's own, which loads what it is told to."""
+    flags = ("--model-control-mode=explicit", "--load-model=add1")
+    with (
+        Broker(repository, tmp_path / "run", *flags) as broker,
+        clientlib.connect(f"ipc://{broker.ready().directory}") as client,
+    ):
         yield client
 
 
@@ -102,6 +119,12 @@ def requests(client: clientlib.Client) -> dict[str, int]:
     return {key: row["requests"] for key, row in workers(client).items()}
 
 
+def successes(client: clientlib.Client) -> int:
+    """Of the model "add1"."""
+    (stats,) = client.statistics("add1")
+    return int(stats["inference_stats"]["success"]["count"])
+
+
 def kill(client: clientlib.Client, key: str, gone: set[int]) -> None:
     def named() -> int:
         row = workers(client)[key]
@@ -116,14 +139,13 @@ def row(*values: float) -> np.ndarray:
 
 def test_it_is_ready_in_both_and_both_are_used(client: clientlib.Client) -> None:
     assert state(client, "add1") == ("READY", [LEFT, RIGHT])
-    before = requests(client)
+    before, succeeded = steady(lambda: (requests(client), successes(client)))
     for number in range(100):
         assert client.infer("add1", {"x": row(number, 2)})["y"].tolist() == [[number + 1, 3]]
     eventually(lambda: sum(requests(client).values()) - sum(before.values()) == 100, "all are counted")
     used = {key: count - before[key] for key, count in requests(client).items()}
     assert min(used.values()) >= 1, used
-    (stats,) = client.statistics("add1")
-    assert stats["inference_stats"]["success"]["count"] == 100, "those of both are added up"
+    eventually(lambda: successes(client) - succeeded == 100, "those of both are added up")
 
 
 def test_requests_that_wait_in_one_send_others_to_the_other(client: clientlib.Client, gate: Gate) -> None:
@@ -142,9 +164,16 @@ def test_requests_that_wait_in_one_send_others_to_the_other(client: clientlib.Cl
     data[3] = -1
     held = plan.submit(input_slot=3, output_slot=3)
     gate.entered()
-    select.select([], [], [], 0.5)  # however long a busy machine made the other's last request: this one takes longer
-    for _ in range(10):
-        assert plan.infer(input_slot=0, output_slot=0, timeout=30)["y"][0, 0] == 8
+
+    def others_are_quick() -> bool:
+        try:
+            return all(plan.infer(input_slot=0, output_slot=0, timeout=5)["y"][0, 0] == 8 for _ in range(10))
+        except InferError as late:  # a busy machine made the other's last request take longer than this one so far
+            if "timeout expired" not in late.message:
+                raise
+            return False
+
+    eventually(others_are_quick, "none goes where one is held")
     assert not held.done()
     gate.let()
     assert held.result(timeout=30)["y"][0, 0] == 0
@@ -155,6 +184,7 @@ def test_a_death_of_one_under_load_loses_and_doubles_nothing(
     broker: Broker, client: clientlib.Client, key: str
 ) -> None:
     stop = threading.Event()
+    counts = [0] * 4
     outcomes: list[tuple[int, float]] = []
     gone: set[int] = set()
 
@@ -165,16 +195,21 @@ def test_a_death_of_one_under_load_loses_and_doubles_nothing(
                 value = first * 1_000_000 + count
                 result = mine.infer("add1", {"x": row(value)}, timeout=60)["y"][0, 0]
                 outcomes.append((value, float(result)))
-                count += 1
+                counts[first] = count = count + 1
         return count
+
+    def answered(more: int) -> None:
+        """Wait for so many more of each: so that none is killed twice."""
+        before = [*counts]
+        eventually(lambda: all(now >= then + more for now, then in zip(counts, before, strict=True)))
 
     with ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(ask, first) for first in range(4)]
         try:
-            for so_far in (100, 500, 900):
-                eventually(lambda: len(outcomes) > so_far, "requests are answered")  # noqa: B023 (called at once)
+            for _ in range(3):
+                answered(50)
                 kill(client, key, gone)
-            eventually(lambda: len(outcomes) > 1300, "and go on being answered")
+            answered(50)
         finally:
             stop.set()
         total = sum(each.result(60) for each in asked)
@@ -235,7 +270,7 @@ def test_steps_of_a_sequence_stay_where_it_began(client: clientlib.Client) -> No
         {"OUTPUT": region.tensor((1, 1), "INT32", offset=2048, stride=64)},
         slots=16,
     )
-    before = requests(client)
+    before = steady(lambda: requests(client))
     with ThreadPoolExecutor(4) as pool:
         for at in range(1, 6):
             asked = [pool.submit(step, number, number * at, at == 1, at == 5) for number in range(1, 9)]
@@ -261,7 +296,8 @@ def test_an_ensemble_runs_where_its_member_is(client: clientlib.Client) -> None:
     assert client.infer("both", {"IN": row(1, 2)}, timeout=30)["OUT"].tolist() == [[3, 4]]
 
 
-def test_reloads_move_what_clients_have_prepared(client: clientlib.Client, repository: Path) -> None:
+def test_reloads_move_what_clients_have_prepared(control: clientlib.Client, repository: Path) -> None:
+    client = control
     region = client.create_region("r", 4096)
     plan = client.prepare(
         "add1", {"x": region.tensor((1, 4), "FP32")}, {"y": region.tensor((1, 4), "FP32", offset=1024)}
@@ -294,8 +330,9 @@ def test_reloads_move_what_clients_have_prepared(client: clientlib.Client, repos
     answers()
 
 
-def test_a_load_that_fails_in_one_leaves_both_as_they_were(client: clientlib.Client, repository: Path) -> None:
+def test_a_load_that_fails_in_one_leaves_both_as_they_were(control: clientlib.Client, repository: Path) -> None:
     """The second worker cannot load what does not fit into the statistics page; the first has by then."""
+    client = control
     before = client.infer("add1", {"x": row(1)})["y"].tolist()
     config = TWO.replace("count: 1 kind: KIND_CPU }, { count: 1", "count: 1 kind: KIND_CPU }, { count: 600")
     (repository / "add1" / "config.pbtxt").write_text(f"max_batch_size: 4 {config}")
@@ -319,7 +356,7 @@ def test_asyncio_clients_use_both(broker: Broker, client: clientlib.Client) -> N
         finally:
             await other.close()
 
-    before = requests(client)
+    before = steady(lambda: requests(client))
     asyncio.run(run())
     eventually(lambda: all(count > before[key] for key, count in requests(client).items()), "both had some")
 
@@ -331,7 +368,6 @@ def post(broker: Gateway, model: str, **fields: Any) -> Any:
 
 
 def test_gateways_use_both_and_agree_where_sequences_are(repository: Path, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
     with Gateway(repository, tmp_path / "run", gateways=2) as broker:
         broker.ready()
         x = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}
@@ -341,8 +377,12 @@ def test_gateways_use_both_and_agree_where_sequences_are(repository: Path, tmp_p
                 parameters = {"sequence_id": number, "sequence_start": at == 1, "sequence_end": at == 6}
                 assert post(broker, "sums", inputs=[given], parameters=parameters) == [at * (at + 1) // 2]
             assert post(broker, "add1", inputs=[x]) == [2, 3, 4, 5]
-        used = {row["key"]: row["requests"] for row in broker.status()["workers"]}
-        assert min(used[LEFT], used[RIGHT]) >= 12, f"two sequences each: {used}"
+
+        def fewest() -> int:
+            used = {row["key"]: int(row["requests"]) for row in broker.status()["workers"]}
+            return min(used[LEFT], used[RIGHT])
+
+        eventually(lambda: fewest() >= 12, "two sequences each")
         with ThreadPoolExecutor(4) as pool:
             asked = [pool.submit(post, broker, "add1", inputs=[x]) for _ in range(100)]
             for key in (LEFT, RIGHT):
