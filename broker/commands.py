@@ -89,7 +89,8 @@ def _ask(connection: socket.socket, request: Message, expected: type[T]) -> T:
             return reply
         match reply:
             case Starting():
-                raise NoAnswer(f"starting: {reply.done} of {reply.total} models")
+                waits_for = f"; {reply.waits_for}" if reply.waits_for else ""
+                raise NoAnswer(f"starting: {reply.done} of {reply.total} models{waits_for}")
             case Failure():
                 raise NoAnswer(f"{reply.code}: {reply.message}")
             case Goodbye():

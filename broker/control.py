@@ -8,7 +8,9 @@ for what mostly gateways ask are in `broker.gateway_answers`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, Protocol, final
@@ -30,6 +32,8 @@ from shm.gateway_messages import GetServer, Serving
 from shm.lease_messages import KeepLoaded, LetGo
 from shm.messages import PROTOCOL, Message, Request, Starting
 from shm.sockets import close_all
+
+STARTING_S = 5.0  # between two looks at what the start waits for
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +57,8 @@ class Models(gateway_answers.Models, lease_answers.Models, ModelLookup, Protocol
 class Control:
     """Answers requests. `status` makes the document of GetStatus, `metrics` that of GetMetrics.
 
-    `strict_readiness`: Triton's flag. `on_serving`: called with what a gateway says when it listens, or cannot.
+    `strict_readiness`: Triton's flag. `waits_for`: what the start waits for (`broker.load_watch`). `on_serving`: called
+    with what a gateway says when it listens, or cannot.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class Control:
         log_state: LogState | None = None,
         trace_state: TraceState | None = None,
         metrics: Callable[[], dict[str, Any]] = dict,
+        waits_for: Callable[[int], str] = lambda now_ns: "",
     ) -> None:
         self.models = models
         self.registry = registry
@@ -86,6 +92,7 @@ class Control:
         self.exiting = False
         self._epoch = epoch
         self._version = version
+        self._waits_for = waits_for
         self._progress = (0, 0)
         self._changed = asyncio.Event()
         self._started = False
@@ -110,10 +117,15 @@ class Control:
 
     async def welcome(self, session: Session) -> Message:
         """The reply to Hello, after Starting notices for as long as the start-up load runs."""
+        told: Starting | None = None
         while not self._started and session.peer.role != WORKER:  # whose warm-up may be what the load waits for
             done, total = self._progress
-            session.send(Starting(done=done, total=total))
-            await self._changed.wait()
+            notice = Starting(done=done, total=total, waits_for=self._waits_for(time.monotonic_ns()))
+            if notice != told:
+                session.send(notice)
+                told = notice
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), STARTING_S)
         return messages.Welcome(
             protocol=PROTOCOL, epoch=self._epoch, session=session.peer.session, version=self._version
         )

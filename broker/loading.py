@@ -18,6 +18,7 @@ from typing import final
 from msgspec.structs import replace
 
 from broker.gpus import Gpus
+from broker.load_watch import LoadWatch
 from broker.repository.check import describe_exit
 from broker.repository.config import LoadFailure, ModelConfig
 from broker.repository.protocol import LoadRequest, LoadRun, Plan, encode_request
@@ -31,14 +32,20 @@ MODULE = "broker.repository.loader"
 
 
 async def results(
-    request: LoadRequest, gpus: Gpus | None = None, *, module: str = MODULE, progress_s: float = PROGRESS_S
+    request: LoadRequest,
+    gpus: Gpus | None = None,
+    watch: LoadWatch | None = None,
+    *,
+    module: str = MODULE,
+    progress_s: float = PROGRESS_S,
 ) -> AsyncIterator[Plan | ModelConfig | LoadFailure]:
     """First the plan, then a result for every model it names, each as soon as it is known.
 
-    `gpus`: what models may be placed on; None: whatever `request` says.
+    `gpus`: what models may be placed on; None: whatever `request` says. `watch`: knows which model is being read.
     Raises InferError when there is no plan: the loader could not even list the models, or cannot run here.
     """
     check_requirements()
+    watch = watch or LoadWatch(0)
     request = request if gpus is None else await gpus.known_to(request)
     first = True
     while True:
@@ -46,6 +53,7 @@ async def results(
         try:
             while data := await loader.read(progress_s):
                 run.feed(data)
+                watch.reading(loader, run.current, progress_s)
                 for result in _known(run, first)[given:]:
                     given += 1
                     yield result
@@ -55,6 +63,7 @@ async def results(
             loader.kill("was stopped")
             raise
         finally:
+            watch.reading(loader, None, progress_s)
             how = await loader.ended()
         rest = run.ended(how)
         for result in _known(run, first)[given:]:

@@ -166,7 +166,7 @@ class Models(Catalogue):
             report(done, total)
 
         while True:
-            async for result in results(replace(self._request, models=asked), self._gpus):
+            async for result in results(replace(self._request, models=asked), self._gpus, self._workers.loads):
                 match result:
                     case Plan():
                         total += len(result.models)
@@ -294,7 +294,7 @@ class Models(Catalogue):
             request = replace(request, repositories=(override.repository,))
         if override.config is not None:
             request = replace(request, overrides={model: override.config})
-        result = [each async for each in results(request, self._gpus)][-1]
+        result = [each async for each in results(request, self._gpus, self._workers.loads)][-1]
         if isinstance(result, LoadFailure):
             if not load_failures.is_unknown(result) and not load_failures.is_of_override(result):
                 self._failed(result)

@@ -79,6 +79,7 @@ class Options:
     model_memory_limit: int
     allow_code_overrides: bool
     model_load_deaths: int
+    model_load_timeout_s: int
     exit_timeout_secs: int
     exit_on_error: bool
     strict_model_config: bool
@@ -157,6 +158,7 @@ def parse_serve(arguments: Sequence[str]) -> Options:
         model_memory_limit=byte_size("model-memory-limit", given.text("model-memory-limit", "0")),
         allow_code_overrides=given.flag("allow-code-overrides", False),
         model_load_deaths=given.integer("model-load-deaths", 5),
+        model_load_timeout_s=max(1, given.integer("model-load-timeout-secs", 600)),
         exit_timeout_secs=max(0, given.integer("exit-timeout-secs", 30)),
         exit_on_error=given.flag("exit-on-error", True),
         strict_model_config=given.flag("strict-model-config", False)
@@ -244,6 +246,8 @@ def _serve_parser() -> Parser:
     add("--cuda-region-memory", metavar="SIZE", action="append", dest="cuda-region-memory", help=text)
     text = "deaths of a worker in a row while it loads a model, after which it comes back without it (default 5)"
     add("--model-load-deaths", metavar="N", action="append", dest="model-load-deaths", help=text)
+    text = "how long a worker may take to load a model (default 600)"
+    add("--model-load-timeout-secs", metavar="S", action="append", dest="model-load-timeout-secs", help=text)
     text = "memory that models may take: bytes (8G); those that clients had loaded go for others (default 0: no limit)"
     add("--model-memory-limit", metavar="BYTES", action="append", dest="model-memory-limit", help=text)
     text = "files that come with a load over HTTP, gRPC or ZeroMQ may be code, which runs as our user (default false)"

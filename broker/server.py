@@ -106,6 +106,7 @@ class Server:
             epoch=epoch,
             version=version,
             strict_readiness=options.strict_readiness,
+            waits_for=self._workers.loads.waits_for,
             log_state=LogState(options.log, self._log),
             trace_state=TraceState(options.trace.file, options.trace.settings),
         )
@@ -134,6 +135,7 @@ class Server:
             channels=self._channels,
             worker_block=blocks.of_worker,
             cuda=self._gpus.facts,
+            slow_load=self._workers.loads.of,
         )
 
     def _metrics(self, blocks: StatisticsBlocks) -> MetricsDocument:
@@ -154,7 +156,10 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
         self._sessions.listen(self._run.listen())
-        tasks = [asyncio.create_task(_reap_orphans(), name="orphans")]
+        tasks = [
+            asyncio.create_task(_reap_orphans(), name="orphans"),
+            asyncio.create_task(self._workers.loads.keep_telling(), name="slow loads"),
+        ]
         problem = ""
         try:
             problem = await self._until_stopped(self._start())
@@ -306,6 +311,7 @@ def _workers(options: Options, blocks: StatisticsBlocks) -> Workers:
         blocks,
         model_load_deaths=options.model_load_deaths,
         model_loads=options.model_load_threads,
+        load_s=options.model_load_timeout_s,
         cache_byte_size=options.cache_byte_size,
         rate_limit=options.rate_limit,
     )

@@ -57,8 +57,12 @@ class StatusDocument:
         channels: Channels,
         worker_block: Callable[[str], memoryview],
         cuda: Callable[[], dict[str, Any]] = dict,
+        slow_load: Callable[[str, str, int], str] = lambda model, version, now_ns: "",
     ) -> None:
-        """`worker_block` gives the words of a worker's own block in the statistics page, `cuda` tells of GPUs."""
+        """`worker_block` gives the words of a worker's own block in the statistics page, `cuda` tells of GPUs,
+        `slow_load` of a version's load that takes long (`broker.load_watch`).
+        """
+        self._slow_load = slow_load
         self._cuda = cuda
         self._broker = {"pid": os.getpid(), "epoch": epoch, "version": version, "directory": directory}
         self._started = time.monotonic()
@@ -105,7 +109,7 @@ class StatusDocument:
             "name": model.name,
             "version": model.version,
             "state": model.state,
-            "reason": model.reason,
+            "reason": self._slow_load(model.name, model.version, time.monotonic_ns()) or model.reason,
             "workers": list(model.workers),
         }
         try:

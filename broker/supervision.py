@@ -20,6 +20,7 @@ TRUNCATED_REGIONS = 3  # of one session within BLAME_WINDOW_NS
 PING_EVERY_S = 5.0
 PING_LIMIT_S = 30.0
 STOOD_STILL_NS = 1_000_000_000  # four looks for hangs that did not take place
+LOAD_S = 600.0  # for a worker, or its replacements, to load a model; for a replacement to load all
 REST_AFTER_S = 60.0  # without anything to serve: then a worker's process ends, until it is wanted again
 PING_STEP_NS = 1_000_000_000  # between two looks there may be more only if the broker itself stood still
 

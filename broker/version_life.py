@@ -172,9 +172,10 @@ class VersionLife:
     async def _on_a_worker(self, key: str, config: ModelConfig, number: int, generation: int) -> Worker:
         for left in range(self._retries, -1, -1):
             try:
-                worker = self._workers.start(key)
-                await worker.until_up()
-                with self._measured(worker, (config.name, number)):
+                worker, loads = self._workers.start(key), self._workers.loads
+                with loads.load(config.name, number, key, "has waited for"):
+                    await worker.until_up()
+                with self._measured(worker, (config.name, number)), loads.load(config.name, number, key):
                     await worker.load(config, number, generation, self._blocks(config, number, key))
             except InferError as error:
                 if not left:

@@ -18,6 +18,7 @@ class Owner(Protocol):
     """What a worker needs of `broker.workers.Workers`."""
 
     blocks: StatisticsBlocks
+    load_s: float
     model_load_deaths: int
     model_loads: int
     ping_every_s: float

@@ -15,11 +15,13 @@ from typing import final
 
 from broker.coroner import PlanBook
 from broker.desired_state import LOADS, STOPPING
+from broker.load_watch import LoadWatch
 from broker.logical_worker import Worker
 from broker.repository.placement import DEFAULT, gpu_of
 from broker.repository.scheduling import Allowance
 from broker.statistics_blocks import StatisticsBlocks
 from broker.supervision import (
+    LOAD_S,
     PING_EVERY_S,
     PING_LIMIT_S,
     REFUSAL_NS,
@@ -68,6 +70,8 @@ class Workers:
         "blocks",
         "cache_byte_size",
         "gpu_uuid",
+        "load_s",
+        "loads",
         "model_load_deaths",
         "model_loads",
         "on_channel_broken",
@@ -87,6 +91,7 @@ class Workers:
         *,
         model_load_deaths: int = 5,
         model_loads: int = LOADS,
+        load_s: float = LOAD_S,
         cache_byte_size: int = 0,
         rate_limit: tuple[Allowance, ...] | None = None,
         entry: str = WORKER_ENTRY,
@@ -94,14 +99,16 @@ class Workers:
         ping_limit_s: float = PING_LIMIT_S,
         rest_after_s: float = REST_AFTER_S,
     ) -> None:
-        """`model_loads`: at a time in one worker. `cache_byte_size`: of each worker's response cache (0: none).
-        `rate_limit`: what there is of each resource, per worker (None: no rate limiter). `entry`: the module whose
-        `main(link)` is a worker's life. `ping_limit_s`: of silence, then it is killed. `rest_after_s`: without anything
-        to serve, then its process ends.
+        """`model_loads`: at a time in one worker; `load_s`: how long one may take. `cache_byte_size`: of each worker's
+        response cache (0: none). `rate_limit`: what there is of each resource, per worker (None: no rate limiter).
+        `entry`: the module whose `main(link)` is a worker's life. `ping_limit_s`: of silence, then it is killed.
+        `rest_after_s`: without anything to serve, then its process ends.
         """
         self.blocks = blocks
         self.model_load_deaths = model_load_deaths
         self.model_loads = model_loads
+        self.load_s = load_s
+        self.loads = LoadWatch(load_s)
         self.cache_byte_size = cache_byte_size
         self.rate_limit = rate_limit
         self.ping_every_s = ping_every_s

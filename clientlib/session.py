@@ -175,7 +175,9 @@ class Session:
     def late(self, call: Call, timeout_s: float) -> InferError:
         """What to raise when the reply to `call` did not come in time."""
         if not self._welcomed and self.starting is not None:
-            return InferError(Code.UNAVAILABLE, f"starting: {self.starting.done} of {self.starting.total} models")
+            waits_for = f"; {self.starting.waits_for}" if self.starting.waits_for else ""
+            starting = f"starting: {self.starting.done} of {self.starting.total} models{waits_for}"
+            return InferError(Code.UNAVAILABLE, starting)
         kind = type(call.message).__name__
         return InferError(
             Code.UNAVAILABLE, f"no answer to {kind} from the broker at {self._path} within {max(0.0, timeout_s):.3g} s"

@@ -219,10 +219,11 @@ class Welcome(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Starting(Message, frozen=True, kw_only=True, tag=True):
-    """The start-up load is still running; `Welcome` follows when it has ended."""
+    """The start-up load is still running; `Welcome` follows when it has ended. `waits_for`: what takes long of it."""
 
     done: int
     total: int
+    waits_for: Text = ""
 
 
 class Goodbye(Message, frozen=True, kw_only=True, tag=True):

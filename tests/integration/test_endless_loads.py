@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import clientlib
 from broker import desired_state, loads, polling
 from shm.errors import InferError
 from tests.fakes import models
-from tests.fakes.broker import Broker, eventually
+from tests.fakes.broker import Broker, command, eventually
 from tests.fakes.processes import in_loop, subreaper, until
 from tests.integration.test_models import refusal, serving
 
@@ -160,10 +161,23 @@ def test_a_lease_that_waits_for_an_endless_load_keeps_no_other_call_waiting(repo
             client.unload("slow")  # its lease has ended with the block
 
 
+class RestlessBroker(Broker):
+    module = "tests.fakes.restless_broker"
+
+
+NAMED = (
+    r"model 'slow' version 1 has been loading in worker 'cpu/default' for \d+ s; it is given up after 500 s "
+    r"\(--model-load-timeout-secs\)"
+)
+
+
 @pytest.mark.parametrize("start", [True, False], ids=["at start", "asked for"])
-def test_a_broker_with_an_endless_load_stops_in_time(repository: Path, tmp_path: Path, start: bool) -> None:
+def test_a_broker_with_an_endless_load_names_it_and_stops_in_time(
+    repository: Path, tmp_path: Path, start: bool
+) -> None:
     flags = ["--model-control-mode=explicit", "--load-model=add1", "--exit-timeout-secs=100"]
-    with Broker(repository, tmp_path / "run", *flags, *(["--load-model=slow"] if start else [])) as broker:
+    flags.append("--model-load-timeout-secs=500")
+    with RestlessBroker(repository, tmp_path / "run", *flags, *(["--load-model=slow"] if start else [])) as broker:
         if not start:
             broker.ready()
             with clientlib.connect(f"ipc://{broker.directory}", timeout=20) as client:
@@ -173,6 +187,15 @@ def test_a_broker_with_an_endless_load_stops_in_time(repository: Path, tmp_path:
                 eventually(lambda: "slow" in client.models() and client.models()["slow"].state == "LOADING")
                 x = np.ones((1, 4), np.float32)
                 assert np.array_equal(client.infer("add1", {"x": x})["y"], x + 1)
+
+            def reason() -> str:
+                return {model["name"]: model["reason"] for model in broker.status()["models"]}["slow"]
+
+            eventually(lambda: re.fullmatch(NAMED, reason()), "the status names it")
         eventually(lambda: began(repository))
+        if start:
+            status = "status", "--directory", str(broker.directory)
+            eventually(lambda: re.fullmatch(rf"starting: . of 2 models; {NAMED}\n", command(*status).stderr))
+        eventually(lambda: re.search(NAMED, broker.log()), "the log is told")
         broker.process.send_signal(signal.SIGTERM)
         assert broker.process.wait(60) == 0, "well before the exit time-out"

@@ -230,11 +230,11 @@ async def test_a_module_that_starts_threads_is_left_to_the_workers(journal: Jour
 
 
 @in_loop
-async def test_a_worker_that_does_not_answer_is_killed(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("broker.logical_worker.LOAD_S", 0.3)
+async def test_a_worker_that_does_not_answer_is_killed(journal: Journal) -> None:
     async with running() as workers:
         worker = workers.start(KEY)
         await until(lambda: worker.state == "ready")
+        workers.load_s = 0.3
         with pytest.raises(InferError, match="did not answer LoadInstances within"):
             await load(workers, config(on_load="silent"))
         await until(lambda: worker.restarts == 1)

@@ -161,6 +161,9 @@ class TestSession:
         session.receive(messages.encode(messages.Starting(done=3, total=7)), [])
         late = session.late(Call(messages.Hello(protocol=1)), 1.0)
         assert (late.code, late.message) == ("UNAVAILABLE", "starting: 3 of 7 models")
+        session.receive(messages.encode(messages.Starting(done=3, total=7, waits_for="model 'm' takes long")), [])
+        late = session.late(Call(messages.Hello(protocol=1)), 1.0)
+        assert late.message == "starting: 3 of 7 models; model 'm' takes long"
 
 
 class TestAddress:

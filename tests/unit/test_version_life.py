@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from broker import version_life
+from broker.load_watch import LoadWatch
 from broker.version_life import VersionLife
 
 
@@ -49,7 +50,9 @@ def test_a_load_that_is_cancelled_leaves_no_worker_with_the_model(monkeypatch: p
         known: dict[int, Any] = {}
         sizes = SimpleNamespace(begin=lambda *_: None, end=lambda *_: None, disturb=lambda *_: None)
         life = VersionLife(
-            SimpleNamespace(start=workers.__getitem__, blocks=blocks, give_back=lambda _: None),  # type: ignore[arg-type]
+            SimpleNamespace(  # type: ignore[arg-type]
+                start=workers.__getitem__, blocks=blocks, give_back=lambda _: None, loads=LoadWatch(1)
+            ),
             SimpleNamespace(known={"m": SimpleNamespace(versions=known)}, versions=list),  # type: ignore[arg-type]
             SimpleNamespace(discard=lambda _: None),  # type: ignore[arg-type]
             SimpleNamespace(make_room=nothing, measured=nothing, loaded=nothing, sizes=sizes),  # type: ignore[arg-type]
