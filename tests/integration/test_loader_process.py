@@ -117,7 +117,7 @@ def say(**message):
     body = msgpack.packb(message)
     os.write(1, len(body).to_bytes(4, "little") + body)
 
-names = msgpack.unpackb(sys.stdin.buffer.read())["models"] or ["a", "crash", "garbage", "hang", "exit", "z"]
+names = msgpack.unpackb(sys.stdin.buffer.read())["models"]
 say(type="Plan", models=names)
 for name in names:
     say(type="Begun", name=name)
@@ -135,15 +135,30 @@ say(type="Finished")
 
 
 def test_check_goes_on_after_every_kind_of_death():
-    results = check(["/"], command=(sys.executable, "-c", PEER), silence_s=1.0)
-    assert {result.name: result.reason.removesuffix(" while it read this model's files") for result in results} == {
+    assert reasons("a", "crash", "garbage", "exit", "z", silence_s=60) == {
         "a": "answered",
         "crash": "the loader process was killed by SIGSEGV",
         "exit": "the loader process exited with status 3",
         "garbage": "the loader process failed: the loader announced a message of 1667330644 bytes",
-        "hang": "the loader process wrote nothing for 1 s",
         "z": "answered",
     }
+
+
+def test_check_goes_on_after_a_loader_that_says_nothing():
+    for silence_s in (0.5, 4.0, 30.0):  # on a busy machine others, too, may say nothing for the first
+        try:
+            found = reasons("hang", "z", silence_s=silence_s)
+        except InferError:
+            continue
+        assert found["hang"] == f"the loader process wrote nothing for {silence_s:g} s"
+        if found["z"] == "answered":
+            return
+    pytest.fail("every loader was taken for a silent one")
+
+
+def reasons(*names: str, silence_s: float) -> dict[str, str]:
+    results = check(["/"], models=names, command=(sys.executable, "-c", PEER), silence_s=silence_s)
+    return {result.name: result.reason.removesuffix(" while it read this model's files") for result in results}
 
 
 def test_a_loader_that_cannot_start_is_an_error():

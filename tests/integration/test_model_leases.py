@@ -274,12 +274,25 @@ def test_in_other_control_modes_it_only_keeps(repository: Path, tmp_path: Path) 
 # --- the budget -----------------------------------------------------------------------------------------------------
 
 
+def use(client: Client, name: str) -> None:
+    """One request, until it is counted: the worker says when a model was last used when it comes to a pause."""
+
+    def counted() -> int:
+        (row,) = client.statistics(name)
+        count: int = row["inference_count"]
+        return count
+
+    before = counted()
+    client.infer(name, {"x": X})
+    eventually(lambda: counted() > before, "it is counted")
+    time.sleep(0.002)  # LAST_MS is in milliseconds
+
+
 def test_the_least_recently_used_goes(broker: Gateway, client: Client) -> None:
     for name in "abc":
         client.load(name)
     for name in "bca":
-        client.infer(name, {"x": X})
-        time.sleep(0.002)  # LAST_MS is in milliseconds
+        use(client, name)
     client.load("d")
     assert ready(client) == ["a", "c", "d"]
     assert "'d' needed its memory (--model-memory-limit)" in refusal(client.model, "b").message
@@ -314,7 +327,7 @@ def test_what_takes_more_than_its_files_does_not_exceed_the_limit_either(
     try:
         for name in "abc":
             client.load(name)
-        client.infer("a", {"x": X})
+        use(client, "a")
         client.load("hungry")  # its files fit beside the others
         assert ready(client) in (["a", "b", "hungry"], ["a", "c", "hungry"])
         client.unload("hungry")
@@ -365,5 +378,6 @@ def test_what_runs_stays(tmp_path: Path) -> None:
         gate.let()
         asking.join(30)
         assert np.array_equal(answers[0], x + 1)
+        eventually(lambda: status(broker)["workers"][0]["in_flight"] == 0, "it has ended in the worker, too")
         client.load("a")
         assert ready(client) == ["a"]

@@ -124,6 +124,7 @@ def test_requests_of_many_lengths_get_what_they_would_get_alone(broker: Gateway)
             results = list(pool.map(lambda x: client.infer("centre", {"x": x}, timeout=30), inputs))
         for x, result in zip(inputs, results, strict=True):
             np.testing.assert_allclose(result["y"], x - x.mean(), rtol=1e-4, atol=1e-4)
+        eventually(lambda: client.statistics("centre")[0]["inference_count"] == len(inputs), "all are counted")
         stats = client.statistics("centre")[0]
         assert sum(stats["closed_batches"].values()) == stats["execution_count"]
         assert stats["closed_batches"]["delay"] or stats["closed_batches"]["full"]
