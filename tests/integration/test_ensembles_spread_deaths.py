@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,21 +22,39 @@ HOLD = np.full((1, 4), -1, np.float32)
 QUICK = np.ones((1, 4), np.float32)
 
 
-@pytest.fixture
-def gate(tmp_path) -> Iterator[Gate]:
-    (tmp_path / "repository").mkdir()
-    gate = Gate(tmp_path / "repository" / "slow")
-    yield gate
-    gate.close()
-
-
-@pytest.fixture
-def broker(gate: Gate, tmp_path) -> Iterator[Broker]:
-    root = gate.directory.parent
+@contextlib.contextmanager
+def served(directory: Path) -> Iterator[tuple[Broker, Gate]]:
+    """A broker and the gate of its models "slow" and "once"."""
+    root = directory / "repository"
+    for made in (root, directory / "run"):
+        made.mkdir()
+    gate = Gate(root / "slow")
     spread.write(root)
-    (tmp_path / "run").mkdir()
-    with Broker(root, tmp_path / "run") as broker:
-        yield broker.ready()
+    with contextlib.closing(gate), Broker(root, directory / "run") as broker:
+        yield broker.ready(), gate
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Broker, Gate]]:
+    with served(tmp_path_factory.mktemp("deaths")) as pair:
+        yield pair
+
+
+@pytest.fixture
+def broker(pair: tuple[Broker, Gate]) -> Broker:
+    return pair[0]
+
+
+@pytest.fixture
+def gate(pair: tuple[Broker, Gate]) -> Gate:
+    """Each test lets through as many as come: what is left over would let through those of the next one."""
+    return pair[1]
+
+
+@pytest.fixture(scope="module")
+def gone() -> set[int]:
+    """Workers that were killed."""
+    return set()
 
 
 @pytest.fixture
@@ -74,10 +94,10 @@ class Asked(threading.Thread):
 
 
 @pytest.mark.parametrize("key", ["cpu/default", "cpu/other"])
-def test_a_death_of_either_worker_costs_nothing(broker, client, gate, key):
+def test_a_death_of_either_worker_costs_nothing(broker, client, gate, gone, key):
     asked = Asked(broker, "with_slow", HOLD / 3)
     gate.entered()
-    kill(broker, key, set())
+    kill(broker, key, gone)
     if key == "cpu/default":
         gate.let()  # what it left running in the other worker
     gate.entered()  # once more, alone
@@ -87,23 +107,23 @@ def test_a_death_of_either_worker_costs_nothing(broker, client, gate, key):
 
 
 @pytest.mark.parametrize("key", ["cpu/default", "cpu/other"])
-def test_what_may_not_run_twice_ends_with_its_worker(broker, client, gate, key):
+def test_what_may_not_run_twice_ends_with_its_worker(broker, client, gate, gone, key):
     asked = Asked(broker, "with_once", HOLD / 3)
     gate.entered()
-    kill(broker, key, set())
+    kill(broker, key, gone)
     text = asked.answer()
     assert isinstance(text, str)
     assert "died while it ran this request" in text
     if key == "cpu/other":
         assert "in ensemble 'with_once'" in text
         assert "step 1: model 'once'" in text
-    gate.let(3)
+    else:
+        gate.let()  # what it left running in the other worker
 
 
-def test_kills_under_load_lose_and_mix_nothing(broker, client):
+def test_kills_under_load_lose_and_mix_nothing(broker, client, gone):
     failed: list[str] = []
     done = [0] * 3  # of each thread: what a death made run again has ended when all have gone on
-    gone: set[int] = set()
     stop = threading.Event()
 
     def ask(number: int) -> None:
@@ -138,17 +158,18 @@ def test_kills_under_load_lose_and_mix_nothing(broker, client):
 
 
 @pytest.mark.parametrize("name", ["with_slow", "relay"])
-def test_stopping_finishes_what_was_accepted(broker, client, gate, name):
+def test_stopping_finishes_what_was_accepted(tmp_path, name):
     """Both workers have ensembles with members in the other one; "relay" needs the way there and back."""
-    if name == "relay":
-        assert np.array_equal(client.infer(name, {"IN": QUICK}, timeout=60)["OUT"], 2 * (3 * (3 * QUICK + 1)))
-    asked = Asked(broker, "with_slow", HOLD / 3)
-    gate.entered()
-    broker.process.terminate()
-    eventually(lambda: "Waiting for in-flight requests" in broker.log(), "it is stopping")
-    gate.let()
-    assert np.array_equal(asked.answer(), HOLD + 1)
-    assert broker.process.wait(30) == 0
+    with served(tmp_path) as (broker, gate), clientlib.connect(f"ipc://{broker.directory}") as client:
+        if name == "relay":
+            assert np.array_equal(client.infer(name, {"IN": QUICK}, timeout=60)["OUT"], 2 * (3 * (3 * QUICK + 1)))
+        asked = Asked(broker, "with_slow", HOLD / 3)
+        gate.entered()
+        broker.process.terminate()
+        eventually(lambda: "Waiting for in-flight requests" in broker.log(), "it is stopping")
+        gate.let()
+        assert np.array_equal(asked.answer(), HOLD + 1)
+        assert broker.process.wait(30) == 0
 
 
 def test_whose_steps_end_workers_is_refused_and_nobody_else(broker):
