@@ -16,7 +16,8 @@ go back while the broker runs.
                 insertion_ns
     gpu_memory  key of a worker that has opened some, or pinned regions for a GPU → opens, closes, evictions,
                 open_bytes, pinned_bytes
-    gpus        UUID → total_memory, bytes            client_gpu_bytes  session → bytes of its CUDA regions
+    gpus        UUID → total_memory, bytes; used_memory where a worker has come to use it
+    client_gpu_bytes  session → bytes of its CUDA regions
     descriptors_held  that clients have passed and cannot be closed, descriptors_refused  datagrams of clients for whose
                 descriptors there was no porter (`broker.porter_link`)
     gateways    index → restarts, hangs (restarts of one that gave no sign of life)
@@ -24,7 +25,7 @@ go back while the broker runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Protocol, final
 
@@ -48,6 +49,7 @@ from shm.statistics import (
     GPU_EVICTIONS,
     GPU_OPEN_BYTES,
     GPU_OPENS,
+    GPU_USED,
     GPU_WAIT_NS,
     GPU_WAITS,
     IN_FLIGHT,
@@ -174,7 +176,7 @@ class MetricsDocument:
             "workers": {worker.key: self._worker(worker) for worker in self._workers},
             "cache": self._cache(),
             "gpu_memory": dict(self._gpu_memory()),
-            "gpus": {gpu["uuid"]: {"total_memory": gpu["total_memory"]} for gpu in self._gpus()["gpus"]},
+            "gpus": {gpu["uuid"]: self._gpu(gpu) for gpu in self._gpus()["gpus"]},
             "client_gpu_bytes": dict(islice(self._client_gpu_bytes().items(), MAX_CLIENTS)),
             "gateways": {
                 str(row["index"]): {"restarts": row["restarts"], "hangs": row["hangs"]} for row in self._gateways.rows()
@@ -210,6 +212,11 @@ class MetricsDocument:
             words = self._blocks.of_worker(worker.key)
             if words[GPU_OPENS] or words[PINNED_BYTES]:
                 yield worker.key, {name: words[word] for name, word in _GPU_WORDS.items()}
+
+    def _gpu(self, gpu: Mapping[str, Any]) -> dict[str, int]:
+        own = [worker.key for worker in self._workers if worker.key.startswith(f"gpu{gpu['ordinal']}/")]
+        used = max((self._blocks.of_worker(key)[GPU_USED] for key in own), default=0)
+        return {"total_memory": gpu["total_memory"], **({"used_memory": used} if used else {})}
 
     def _transports(self) -> dict[str, dict[str, Any]]:
         native = {"requests": self._channels.completed()[CLIENT]}

@@ -63,6 +63,7 @@ CACHE_COUNTERS = (CACHE_EVICTIONS, CACHE_ALL_HITS, CACHE_ALL_MISSES, CACHE_LOOKU
 GPU_OPENS, GPU_CLOSES, GPU_EVICTIONS = 16, 17, 18  # of clients' allocations on GPUs (`broker.worker.cuda.regions`)
 GPU_OPEN_BYTES, PINNED_BYTES = 19, 20  # of those now open; of host regions that a GPU reads and writes by itself
 GPU_WAITS, GPU_WAIT_NS = 21, 22  # requests whose producer's stream was not done yet, and how long it was waited for
+GPU_USED = 23  # bytes of the worker's own GPU that are in use, by whomever; 0: not known
 
 
 def bucket(ns: int) -> int:

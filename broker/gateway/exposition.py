@@ -349,11 +349,13 @@ def _processes(document: Document) -> Iterator[Metric]:
 
 
 def _gpu_memory(document: Document) -> Iterator[Metric]:
-    total = GaugeMetricFamily("nv_gpu_memory_total_bytes", "GPU total memory, in bytes", labels=("gpu_uuid",))
-    for uuid, row in document.get("gpus", {}).items():
-        total.add_metric((uuid,), row["total_memory"])
-    if document.get("gpus"):
-        yield total
+    for key in ("total", "used"):
+        family = GaugeMetricFamily(f"nv_gpu_memory_{key}_bytes", f"GPU {key} memory, in bytes", labels=("gpu_uuid",))
+        for uuid, row in document.get("gpus", {}).items():
+            if f"{key}_memory" in row:
+                family.add_metric((uuid,), row[f"{key}_memory"])
+        if family.samples:
+            yield family
     clients = document.get("client_gpu_bytes", {})
     documentation = "Bytes of GPU memory that a session has registered"
     yield _labelled(GaugeMetricFamily, "client_gpu_bytes", documentation, "session", clients)

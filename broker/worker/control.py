@@ -54,7 +54,8 @@ class Control:
         if start.rate_limit is not None:
             self._loop.scheduler.limiter = RateLimiter(start.rate_limit)
         device = _device_of(start.worker)
-        own_block[statistics.GPU_OPEN_BYTES] = own_block[statistics.PINNED_BYTES] = 0  # a predecessor's
+        for word in (statistics.GPU_OPEN_BYTES, statistics.PINNED_BYTES, statistics.GPU_USED):
+            own_block[word] = 0  # a predecessor's
         self._regions = RegionTable(device, own_block)
         self._crowds = Crowds(self._loop.live_requests)
         self._leaving: list[Plan] = []  # closed plans whose memory is let go when their last request has ended
@@ -343,6 +344,7 @@ class Control:
         return True
 
     def _on_Ping(self, message: messages.Ping, fds: list[int]) -> bool:
+        self._regions.measure()
         return True
 
     # --- the end ------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from broker.worker.messages import AddRegion
 from shm.regions import MappedMemory, shrunk
+from shm.statistics import GPU_USED
 
 if TYPE_CHECKING:
     from broker.worker.cuda.events import Events
@@ -174,6 +175,13 @@ class RegionTable:
             found.retired = True
             if found.events is not None:
                 found.events.end()
+
+    def measure(self) -> None:
+        """Write into the worker's words how much of its GPU is in use, as far as it uses that."""
+        if self._device and self._words is not None:
+            from broker.worker.cuda.windows import used_memory
+
+            self._words[GPU_USED] = used_memory(self._device)
 
     def get(self, region: int, generation: int) -> Region | None:
         """None: never added, or retired."""

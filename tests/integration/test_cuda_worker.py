@@ -281,6 +281,8 @@ def test_an_unloaded_model_gives_its_gpu_memory_back(tmp_path: Path, cuda_sim: C
     with Caller(gpu) as caller:
         plan = add_plan(caller.attach(), config, caller.memory)
         caller.infer(plan)
+        gpu.ask(messages.Ping())
+        used = gpu.word(statistics.GPU_USED)
         gpu.ask(messages.UnloadModel(model=config.name, version=1))
         code, _ = caller.refused(plan)
         assert code is Code.UNAVAILABLE
@@ -291,6 +293,8 @@ def test_an_unloaded_model_gives_its_gpu_memory_back(tmp_path: Path, cuda_sim: C
             return memory and calls["cuStreamCreate"] == calls.get("cuStreamDestroy")
 
         eventually(given_back, "memory and stream are given back")
+        gpu.ask(messages.Ping())
+        assert 0 <= gpu.word(statistics.GPU_USED) < used
 
 
 # --- regions come and go --------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ The models are of a backend of their own, which computes on the CPU wherever its
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from tests.fakes import models
 from tests.fakes.broker import Broker, eventually
 from tests.fakes.cuda import CudaEnv
 from tests.fakes.cuda_children import Child
+from tests.fakes.lone_worker import Gate
 from tests.fakes.processes import kill_new
 
 pytestmark = pytest.mark.timeout(120)
@@ -57,11 +59,11 @@ MODELS = {
 }
 
 
-def serve(env: CudaEnv, tmp_path: Path, *more: str, **texts: str) -> Broker:
+def serve(env: CudaEnv, tmp_path: Path, *more: str, backend: str = MIRROR, **texts: str) -> Broker:
     repository = tmp_path / "repository"
     for name, text in texts.items():
         models.write_model(repository, name, config=MODEL + text)
-        (repository / name / "backend.py").write_text(MIRROR)
+        (repository / name / "backend.py").write_text(backend)
     models.write_model(repository, "plain", models.identity(), config="max_batch_size: 4")
     (tmp_path / "run").mkdir()
     flags = ("--model-control-mode=explicit", "--load-model=*", "--exit-on-error=false", *more)
@@ -149,6 +151,76 @@ def test_a_machine_without_a_usable_gpu_says_why(
         assert f"{text}: CUDA is not available: {why}" in found["wants"]["reason"]
         with clientlib.connect(f"ipc://{broker.directory}") as client, pytest.raises(InferError, match="KIND_GPU"):
             client.load("wants")
+
+
+TELLING = """
+import os, time
+
+def load(context):
+    return Model(0.1 * (context.device == "%(slow)s"))
+
+class Model:
+    def __init__(self, takes_s):
+        self.takes_s = takes_s
+
+    def bind(self, inputs, outputs):
+        return Binding(outputs[0].memory.view("<f4"), self.takes_s)
+
+    def close(self):
+        pass
+
+class Binding:
+    def __init__(self, y, takes_s):
+        self.y, self.takes_s = y, takes_s
+
+    def run(self):
+        time.sleep(self.takes_s)
+        self.y[:] = os.getpid()
+
+    def results(self):
+        return []
+"""
+HELD = """instance_group [ { kind: KIND_GPU gpus: 0 } ]
+parameters { key: "worker_group" value { string_value: "mirror" } }
+parameters { key: "gate" value { string_value: "%(gate)s" } }
+parameters { key: "told" value { string_value: "%(told)s" } }
+"""
+
+
+def test_system_memory_goes_to_the_gpu_that_has_least_to_do(cuda_sim: CudaEnv, tmp_path: Path) -> None:
+    """Another client's request holds one of them: nothing of this client's own tells of that, and it is the quicker."""
+    env = cuda_sim.with_settings(CUSIM_DEVICES=2)
+    gate = Gate(tmp_path / "repository" / "held")
+    fifos = {name: gate.directory / name for name in ("gate", "told")}
+    (gate.directory / "config.pbtxt").write_text(MODEL.replace("mirror", "gate") + HELD % fifos)
+    with (
+        contextlib.closing(gate),
+        serve(env, tmp_path, backend=TELLING % {"slow": env.devices()[1]}, auto="") as broker,
+        clientlib.connect(f"ipc://{broker.ready().directory}") as client,
+        clientlib.connect(f"ipc://{broker.directory}") as other,
+    ):
+        keys = {row["pid"]: row["key"] for row in broker.status()["workers"]}
+        x = np.ones((1, 4), np.float32)
+
+        def used() -> set[str]:
+            pids = {int(client.infer("auto", {"INPUT0": x}, timeout=30)["OUTPUT0"][0, 0]) for _ in range(3)}
+            return {keys[pid] for pid in pids}
+
+        with held_back(other) as plan:
+            waiting = plan.submit()
+            gate.entered()
+            eventually(lambda: used() == {"gpu1/mirror"}, "the quick one is held up")
+            gate.let()
+            waiting.result(30)
+        eventually(lambda: "gpu0/mirror" in used(), "it is free again")
+
+
+def held_back(client: clientlib.Client) -> clientlib.Plan:
+    """A request that the gate lets through when the test says so."""
+    region = client.create_region("r", 4096)
+    region.array((1, 4), np.float32)[:] = -1
+    outputs = {"OUTPUT0": region.tensor((1, 4), "FP32", offset=64)}
+    return client.prepare("held", {"INPUT0": region.tensor((1, 4), "FP32")}, outputs)
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ def document(*models: dict[str, Any]) -> dict[str, Any]:
             }
         },
         "gateways": {"0": {"restarts": 5, "hangs": 2}},
-        "gpus": {"GPU-1": {"total_memory": 1 << 37}},
+        "gpus": {"GPU-1": {"total_memory": 1 << 37, "used_memory": 1 << 36}, "GPU-2": {"total_memory": 1 << 35}},
         "client_gpu_bytes": {"7": 4096},
         "gpu_memory": {
             "gpu0/default": {
@@ -190,6 +190,8 @@ def test_our_own_series() -> None:
         "tensorbroker_gateway_restarts_total{gateway=0}": 5,
         "tensorbroker_gateway_hangs_total{gateway=0}": 2,
         "nv_gpu_memory_total_bytes{gpu_uuid=GPU-1}": 1 << 37,
+        "nv_gpu_memory_total_bytes{gpu_uuid=GPU-2}": 1 << 35,
+        "nv_gpu_memory_used_bytes{gpu_uuid=GPU-1}": 1 << 36,
         "tensorbroker_client_gpu_bytes{session=7}": 4096,
         "tensorbroker_gpu_memory_opens_total{worker=gpu0/default}": 3,
         "tensorbroker_gpu_memory_open_bytes{worker=gpu0/default}": 4096,

@@ -6,6 +6,7 @@ when it is closed is `broker.worker.cuda.regions`'.
 
 from __future__ import annotations
 
+import functools
 from typing import final
 
 from broker.worker.cuda.events import Events, Patience
@@ -13,7 +14,7 @@ from broker.worker.cuda.mirrors import Mirror, Mirrors
 from broker.worker.cuda.regions import CudaRegion, CudaRegions
 from broker.worker.cuda.streams import Bytes, address, end_if_lost
 from broker.worker.messages import AddRegion
-from shm.cuda.driver import CudaError, call, devices, find_device, make_current
+from shm.cuda.driver import Context, CudaError, attempt, call, devices, find_device, has_context, make_current
 from shm.errors import Code, InferError
 from shm.statistics import GPU_CLOSES, GPU_EVICTIONS, GPU_OPEN_BYTES, GPU_OPENS
 
@@ -33,6 +34,23 @@ def own_device(worker: str) -> str:
             Code.NOT_FOUND, f"worker '{worker}' is for GPU {ordinal}, this process sees {len(known)} of them"
         )
     return known[ordinal].uuid
+
+
+@functools.cache
+def _ordinal_of(device: str) -> int:
+    return find_device(device, "a worker").ordinal
+
+
+def used_memory(device: str) -> int:
+    """Bytes of the GPU that are in use, by whatever process. 0: nothing of this one has come to use it, or it does not
+    answer; asking makes no context.
+    """
+    ordinal = _ordinal_of(device)
+    if not has_context(ordinal):
+        return 0
+    with Context(ordinal):
+        free, total = attempt("cuMemGetInfo") or (0, 0)
+    return int(total - free)
 
 
 @final
