@@ -63,6 +63,8 @@ class Sessions:
     def listen(self, listener: socket.socket) -> None:
         """Accept connections on `listener` from now on; takes it over."""
         self._listener = listener
+        if self._porters is not None:
+            self._porters.prepare()  # so that nobody's first region waits for its start
         asyncio.get_running_loop().add_reader(listener, self._accept)
 
     def stop_listening(self) -> None:
@@ -143,10 +145,7 @@ class Sessions:
 
     def _open_session(self, connection: socket.socket, pidfd: int, peer: Peer) -> Session:
         hello_s = HELLO_TIMEOUT_S if peer.role == CLIENT else None
-        porters = None
-        if peer.role == CLIENT and self._porters is not None:
-            porters = self._porters
-            porters.prepare()  # so that nobody's first region waits for its start
+        porters = self._porters if peer.role == CLIENT else None
         session = Session(connection, pidfd, peer, self._service, on_end=self._forget, hello_s=hello_s, porters=porters)
         self.accepted += 1
         self._open[peer.session] = session
