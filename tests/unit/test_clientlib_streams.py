@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -226,8 +227,11 @@ class TestWhoWaits:
 
     def test_waits_until_the_deadline(self, small_broker, client, answering):
         sender = answering(numbers(1), None)
+        found: list[object] = []
         for timeout in BRIEF:
-            if (found := outcome(client.stream("several", X, timeout=timeout))) != ["UNAVAILABLE"]:
+            with contextlib.suppress(InferError):  # it did not even begin in time
+                found = outcome(client.stream("several", X, timeout=timeout))
+            if (1,) in found:
                 break
         assert found == [(1,), "UNAVAILABLE"]
         eventually(lambda: sender.requests[-1].ended, "the request is cancelled")
