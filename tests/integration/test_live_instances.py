@@ -13,7 +13,7 @@ import pytest
 
 import clientlib
 from tests.fakes import models
-from tests.fakes.broker import Broker, eventually
+from tests.fakes.broker import Broker, eventually, steady
 
 CONFIG = "max_batch_size: 4\ndynamic_batching {{ }}\ninstance_group {{ count: {} kind: KIND_CPU }}\n"
 COUNTS = (3, 1, 4, 2, 1)
@@ -72,7 +72,7 @@ def test_instances_come_and_go_under_load(broker: Broker, tmp_path: Path) -> Non
 
 def test_a_replaced_worker_has_the_latest_number(broker: Broker, tmp_path: Path) -> None:
     with clientlib.connect(f"ipc://{broker.directory}") as client:
-        one = threads(broker)
+        one = steady(lambda: threads(broker))
         models.write_model(tmp_path / "repository", "m", config=CONFIG.format(3))
         client.load("m")
         (worker,) = broker.status()["workers"]
