@@ -162,6 +162,7 @@ class TestWaiting:
 
     def test_the_deadline_ends_the_wait_and_keeps_the_memory(self, client, small_broker):
         _, plan = doubling(client)
+        plan.infer()  # which opens the channel
         small_broker.hold = True
         with pytest.raises(InferError, match="timeout expired") as caught:
             plan.infer(timeout=0.05)
@@ -173,6 +174,7 @@ class TestWaiting:
 
     def test_a_submitted_deadline_is_the_results(self, client, small_broker):
         _, plan = doubling(client)
+        plan.infer()  # which opens the channel
         small_broker.hold = True
         pending = plan.submit(timeout=0.05)
         with pytest.raises(InferError, match="timeout expired"):

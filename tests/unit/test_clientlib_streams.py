@@ -281,7 +281,7 @@ class TestWhoLeaves:
             small_broker.hold = True
             async with await clientlib.connect_async(f"ipc://{small_broker.directory}", slots=1) as client:
                 first, queued = client.stream("several", X), client.stream("several", X)
-                late = client.stream("several", X, timeout=0.02)
+                late = client.stream("several", X, timeout=0.5)
                 left = client.stream("several", X)
                 for stream in (first, queued, late, left):
                     assert await stream is stream
