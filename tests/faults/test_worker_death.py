@@ -16,6 +16,7 @@ import posix_ipc
 import pytest
 
 import clientlib
+from shm import admission
 from tests.faults import child, raw, unruly
 from tests.faults.lab import OTHER, SAME, Lab, eventually, scaled
 from tests.faults.measure import alive
@@ -23,10 +24,7 @@ from tests.faults.measure import alive
 MIB = 1 << 20
 TWICE = "UNAVAILABLE the worker died while it ran this request, alone and for the second time"
 NOT_AGAIN = "parameter retry 'false' of the model ends such a request at the first death"
-REFUSED = (
-    "UNAVAILABLE requests of this client for this model are refused for a minute: two of them ended a worker while"
-    " running alone"
-)
+REFUSED = f"UNAVAILABLE {admission.REFUSED[1]}"
 TAGS = itertools.count(1000)  # one for every request whose runs are counted
 
 
@@ -141,8 +139,7 @@ def write_much_for_ever() -> dict[str, int]:
                 return told
 
 
-def sentence(told: str) -> str:
-    """Without of what and how the worker died."""
+def sentence(told: str) -> str:  # without of what and how the worker died
     return TWICE if told.startswith(TWICE) else told
 
 
@@ -247,12 +244,8 @@ def test_w05_region_that_killed_its_worker_is_retired(lab):
 @pytest.mark.parametrize(
     ("act", "death"),
     [
-        ("segfault", "killed by SIGSEGV"),
-        ("abort", "killed by SIGABRT"),
-        ("terminate", "killed by SIGABRT"),
-        ("overflow", "killed by SIGSEGV"),
-        ("kill", "killed by SIGKILL"),
-        ("exit", "exit code 0"),
+        *(("segfault", "killed by SIGSEGV"), ("overflow", "killed by SIGSEGV"), ("kill", "killed by SIGKILL")),
+        *(("abort", "killed by SIGABRT"), ("terminate", "killed by SIGABRT"), ("exit", "exit code 0")),
     ],
 )
 def test_w06_w07_w09_model_ends_its_process(lab, act, death):
@@ -261,8 +254,8 @@ def test_w06_w07_w09_model_ends_its_process(lab, act, death):
     while not offender.ended(0.01):
         assert_truthful(lab)
     code, message, _ = offender.result()
-    causes = [f"model 'unruly' version 1, {known}" for known in (death, "ended, nobody knows how")]  # if not heard soon
-    assert f"{code} {message}" in [f"{TWICE}: {cause}; {NOT_AGAIN}" for cause in causes]
+    known = (death, "ended, nobody knows how")  # if it is not heard soon
+    assert f"{code} {message}" in [f"{TWICE}: model 'unruly' version 1, {how}; {NOT_AGAIN}" for how in known]
     assert unruly.runs(lab.repository, "unruly", tag) == 2
     assert last_death(lab) == death
     eventually(lambda: failures(lab, "unruly") > failed, "it is counted")
@@ -280,11 +273,8 @@ def assert_truthful(lab: Lab) -> None:
 @pytest.mark.parametrize(
     ("act", "code", "text"),
     [
-        ("refuse", "INTERNAL", "ValueError: not this one"),
-        ("sys_exit", "INTERNAL", "SystemExit"),
-        ("cancel", "INTERNAL", "CancelledError"),
-        ("allocate", "INTERNAL", "Error"),
-        ("thread", "OK", ""),
+        *(("refuse", "INTERNAL", "ValueError: not this one"), ("allocate", "INTERNAL", "Error"), ("thread", "OK", "")),
+        *(("sys_exit", "INTERNAL", "SystemExit"), ("cancel", "INTERNAL", "CancelledError")),
     ],
 )
 def test_w07_w09_model_fails_without_dying(lab, act, code, text):

@@ -15,7 +15,7 @@ from shm import recovery
 from shm.admission import Request
 from shm.errors import Code
 from shm.layout import CTAIL, DONE, FINAL, HEAD, LEDGER_CTAIL, MARK, RESPONDED, STARTED, TAKEN
-from shm.recovery import TWICE, Ending, bury, end_all, recover
+from shm.recovery import Ending, bury, end_all, recover
 from shm.worker_channel import WorkerChannel
 from tests.fakes.channel import NOW, PLAN, Plan, Twin, respond, submit, take
 from tests.fakes.deaths import DEADLINE, FRAGILE, LATER, Ask, State, Stores, World, explore
@@ -221,45 +221,6 @@ def test_the_coroner_ends_a_half_answered_request_and_names_its_plan(twin):
     assert (word, attempts) == (PLAN, 1)
     client.reap()
     assert pending.text == message
-
-
-def test_a_long_reason_leaves_room_for_whose_fault_it_was(twin):
-    """Who ends workers is known by the end of the text."""
-    client = twin.client()
-    _, pending = submit(client)
-    worker = twin.worker({PLAN: Plan()})
-    worker.start(take(worker))
-    replacement = twin.worker({PLAN: Plan()})
-    replacement.start(recover(replacement, LATER).suspects)
-    told = f"model '{'ж' * 1000}' version 1 hung"
-    bury(twin.memory_fd, twin.ledger_fd, twin.pipe_write, twin.slots, lambda word: True, LATER, told)
-    client.reap()
-    assert pending.text.startswith("model 'жжж")
-    assert f"ж; {TWICE}: parameter retry" in pending.text
-
-
-@pytest.mark.parametrize("retryable", [True, False])
-def test_an_ending_says_what_ran_how_the_worker_died_and_which_setting_decides(twin, retryable):
-    client = twin.client()
-    _, pending = submit(client)
-    worker = twin.worker({PLAN: Plan()})
-    worker.start(take(worker))
-    if retryable:
-        replacement = twin.worker({PLAN: Plan()})
-        replacement.start(recover(replacement, LATER).suspects)
-    parts = twin.memory_fd, twin.ledger_fd, twin.pipe_write, twin.slots
-    ran = {PLAN: "model 'm' version 1, killed by SIGSEGV"}
-    (ending,) = bury(*parts, lambda word: retryable, LATER, cause=ran.__getitem__)
-    client.reap()
-    tail = ": model 'm' version 1, killed by SIGSEGV"
-    if retryable:
-        tail += "; parameter retry 'false' of the model ends such a request at the first death"
-    else:
-        assert ending.message.endswith(
-            "does not allow it to run twice (parameter retry; never with sequences or streams)"
-        )
-    assert pending.text == ending.message + tail
-    assert (ending.message == TWICE) is retryable
 
 
 def test_recovery_arms_the_channel_and_rings_the_client_once(twin):
