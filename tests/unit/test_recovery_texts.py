@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 
 from shm.recovery import TWICE, bury, recover
-from tests.fakes.channel import PLAN, Plan, submit, take
+from tests.fakes.channel import PLAN, Plan, Twin, submit, take
 from tests.fakes.deaths import LATER
+
+
+@pytest.fixture
+def twin():
+    with Twin() as twin:
+        yield twin
 
 
 def test_a_long_reason_leaves_room_for_whose_fault_it_was(twin):
