@@ -76,6 +76,7 @@ class Options:
     directory: str | None
     region_memory: str
     cuda_region_memory: str
+    cuda_peer_access: bool
     model_memory_limit: int
     allow_code_overrides: bool
     model_load_deaths: int
@@ -155,6 +156,7 @@ def parse_serve(arguments: Sequence[str]) -> Options:
         directory=given.text("directory", "") or None,
         region_memory=given.text("region-memory", "50%"),
         cuda_region_memory=given.text("cuda-region-memory", "100%"),
+        cuda_peer_access=given.flag("cuda-peer-access", False),
         model_memory_limit=byte_size("model-memory-limit", given.text("model-memory-limit", "0")),
         allow_code_overrides=given.flag("allow-code-overrides", False),
         model_load_deaths=given.integer("model-load-deaths", 5),
@@ -244,6 +246,16 @@ def _serve_parser() -> Parser:
     add("--region-memory", metavar="SIZE", action="append", dest="region-memory", help=text)
     text = "limit on the GPU memory that one user registers: bytes or a percentage of all GPUs' (default 100%%)"
     add("--cuda-region-memory", metavar="SIZE", action="append", dest="cuda-region-memory", help=text)
+    text = "a model may read and write memory of another GPU than its own over the bus, where those can (default false)"
+    add(
+        "--cuda-peer-access",
+        metavar="BOOL",
+        action="append",
+        dest="cuda-peer-access",
+        nargs="?",
+        const="true",
+        help=text,
+    )
     text = "deaths of a worker in a row while it loads a model, after which it comes back without it (default 5)"
     add("--model-load-deaths", metavar="N", action="append", dest="model-load-deaths", help=text)
     text = "how long a worker may take to load a model (default 600)"

@@ -314,6 +314,7 @@ def _workers(options: Options, blocks: StatisticsBlocks) -> Workers:
         load_s=options.model_load_timeout_s,
         cache_byte_size=options.cache_byte_size,
         rate_limit=options.rate_limit,
+        cuda_peers=options.cuda_peer_access,
     )
 
 

@@ -69,6 +69,7 @@ class Workers:
         "_zygote",
         "blocks",
         "cache_byte_size",
+        "cuda_peers",
         "gpu_uuid",
         "load_s",
         "loads",
@@ -94,6 +95,7 @@ class Workers:
         load_s: float = LOAD_S,
         cache_byte_size: int = 0,
         rate_limit: tuple[Allowance, ...] | None = None,
+        cuda_peers: bool = False,
         entry: str = WORKER_ENTRY,
         ping_every_s: float = PING_EVERY_S,
         ping_limit_s: float = PING_LIMIT_S,
@@ -101,8 +103,9 @@ class Workers:
     ) -> None:
         """`model_loads`: at a time in one worker; `load_s`: how long one may take. `cache_byte_size`: of each worker's
         response cache (0: none). `rate_limit`: what there is of each resource, per worker (None: no rate limiter).
-        `entry`: the module whose `main(link)` is a worker's life. `ping_limit_s`: of silence, then it is killed.
-        `rest_after_s`: without anything to serve, then its process ends.
+        `cuda_peers`: may one on a GPU reach memory of others? `entry`: the module whose `main(link)` is a worker's
+        life. `ping_limit_s`: of silence, then it is killed. `rest_after_s`: without anything to serve, then its process
+        ends.
         """
         self.blocks = blocks
         self.model_load_deaths = model_load_deaths
@@ -111,6 +114,7 @@ class Workers:
         self.loads = LoadWatch(load_s)
         self.cache_byte_size = cache_byte_size
         self.rate_limit = rate_limit
+        self.cuda_peers = cuda_peers
         self.ping_every_s = ping_every_s
         self.ping_limit_s = ping_limit_s
         self.rest_after_s = rest_after_s
@@ -135,6 +139,7 @@ class Workers:
             block=block,
             cache_byte_size=self.cache_byte_size,
             rate_limit=self.rate_limit,
+            cuda_peers=self.cuda_peers,
             before=before,
         )
 

@@ -56,7 +56,7 @@ class Control:
         device = _device_of(start.worker)
         for word in (statistics.GPU_OPEN_BYTES, statistics.PINNED_BYTES, statistics.GPU_USED):
             own_block[word] = 0  # a predecessor's
-        self._regions = RegionTable(device, own_block)
+        self._regions = RegionTable(device, own_block, peers=start.cuda_peers)
         self._crowds = Crowds(self._loop.live_requests)
         self._leaving: list[Plan] = []  # closed plans whose memory is let go when their last request has ended
         self._retired: list[Region] = []  # retired regions that requests still use, as the broker was told

@@ -47,7 +47,8 @@ class Predecessor(msgspec.Struct, frozen=True):
 class Start(LinkMessage, frozen=True, kw_only=True, tag=True):
     """First message. `block` is the worker's own block in the statistics page. `cache_byte_size` 0: no such cache.
 
-    `rate_limit`: what there is of each resource that the command line names; None: no rate limiter.
+    `rate_limit`: what there is of each resource that the command line names; None: no rate limiter. `cuda_peers`: may a
+    worker on a GPU reach clients' memory on others?
     """
 
     worker: str
@@ -55,6 +56,7 @@ class Start(LinkMessage, frozen=True, kw_only=True, tag=True):
     block: int
     cache_byte_size: int = 0
     rate_limit: tuple[Allowance, ...] | None = None
+    cuda_peers: bool = False
     before: Predecessor | None = None
 
 

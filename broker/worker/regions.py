@@ -131,11 +131,13 @@ class RegionTable:
     """Every region that may be named by a new plan.
 
     `device`: the UUID of the worker's GPU, "" on the CPU. `words`: the worker's own, for what it opens on GPUs.
+    `peers`: may it open memory of other GPUs than its own?
     """
 
-    __slots__ = ("_device", "_regions", "_windows", "_words")
+    __slots__ = ("_device", "_peers", "_regions", "_windows", "_words")
 
-    def __init__(self, device: str = "", words: memoryview | None = None) -> None:
+    def __init__(self, device: str = "", words: memoryview | None = None, *, peers: bool = False) -> None:
+        self._peers = peers
         self._regions: dict[tuple[int, int], Region] = {}
         self._device = device
         self._words = words
@@ -155,7 +157,7 @@ class RegionTable:
         from broker.worker.cuda.windows import Windows
 
         assert self._words is not None
-        self._windows = self._windows or Windows(self._device, self._words)
+        self._windows = self._windows or Windows(self._device, self._words, peers=self._peers)
         if info.events is not None:
             self._regions[key] = Region.of_events(info, self._windows.open_events(info))
         elif info.cuda is not None:

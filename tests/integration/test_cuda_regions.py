@@ -243,9 +243,11 @@ def test_memory_of_another_gpu_needs_peers(cuda_sim: CudaEnv) -> None:
     with Child(two, "tests.fakes.cuda_roles:Application", "1") as application:
         memory = block(application)
         with Child(two, "tests.fakes.cuda_roles:Worker", "0") as worker:
-            assert f"it is memory of {memory['device']}, this worker runs on" in refused(worker, memory)
+            text = refused(worker, memory)
+            assert f"it is memory of {memory['device']}, this worker runs on" in text
+            assert "--cuda-peer-access=true" in text
         with Child(apart, "tests.fakes.cuda_roles:Worker", "0", "peers") as worker:
-            assert "it is memory of" in refused(worker, memory)
+            assert "which cannot reach that one" in refused(worker, memory)
         with Child(two, "tests.fakes.cuda_roles:Worker", "0", "peers") as worker:
             worker.call("add", 1, 1, memory)
             assert worker.call("read", 1) == 1

@@ -74,9 +74,10 @@ def rows(broker: Broker, kind: str, key: str = "name") -> dict[str, dict[str, An
     return {row[key]: row for row in broker.status()[kind]}
 
 
-@pytest.fixture
-def broker(cuda_sim: CudaEnv, tmp_path: Path) -> Iterator[Broker]:
-    with serve(cuda_sim.with_settings(CUSIM_DEVICES=2), tmp_path, **MODELS) as broker:
+@pytest.fixture(scope="module")
+def broker(cuda_sim: CudaEnv, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+    directory = tmp_path_factory.mktemp("gpus")
+    with serve(cuda_sim.with_settings(CUSIM_DEVICES=2), directory, "--cuda-peer-access=true", **MODELS) as broker:
         yield broker.ready()
 
 
@@ -101,10 +102,11 @@ def test_instances_run_in_the_workers_of_their_gpus(broker: Broker, cuda_sim: Cu
     assert failed["reason"].partition("\n")[0].endswith("are: 0, 1: the broker sees 2 (CUDA_VISIBLE_DEVICES)")
     x = np.ones((1, 4), np.float32)
     with clientlib.connect(f"ipc://{broker.directory}") as client:
+        before = client.statistics("mixed")[0]["inference_stats"]["success"]["count"]
         for name in served.keys() - {"plain"}:
             for _ in range(8):
                 assert (client.infer(name, {"INPUT0": x}, timeout=30)["OUTPUT0"] == x).all()
-        assert client.statistics("mixed")[0]["inference_stats"]["success"]["count"] == 8
+        eventually(lambda: client.statistics("mixed")[0]["inference_stats"]["success"]["count"] == before + 8)
 
 
 def test_neither_broker_nor_zygote_loads_the_driver(broker: Broker) -> None:
@@ -125,7 +127,7 @@ def test_a_worker_of_a_gpu_that_dies_comes_back_to_it(broker: Broker) -> None:
         x = np.ones((1, 4), np.float32)
         assert (client.infer("second", {"INPUT0": x}, timeout=30)["OUTPUT0"] == x).all()
     eventually(lambda: rows(broker, "workers", "key")["gpu1/mirror"]["state"] == "ready")
-    assert rows(broker, "workers", "key")["gpu1/mirror"]["restarts"] == 1
+    assert rows(broker, "workers", "key")["gpu1/mirror"]["restarts"] == worker["restarts"] + 1
 
 
 @pytest.mark.parametrize(
@@ -237,6 +239,8 @@ def test_plans_go_to_the_gpu_of_their_memory(application: Child) -> None:
             assert answer == {"result": value, "worker": f"gpu{gpu}/mirror", "workers": []}
     assert application.call("ask", "mixed", 0, 3.0) == {"result": 3.0, "worker": "gpu0/mirror", "workers": []}
     assert application.call("ask", "mixed", 1, 4.0)["worker"] == "cpu/mirror", "which gets copies"
+    there = {"result": 5.0, "worker": "gpu1/mirror", "workers": []}
+    assert application.call("ask", "second", 0, 5.0) == there, "over the bus, which is allowed here"
 
 
 @pytest.mark.parametrize("handle", [bytes(64), b"\xff" * 64, bytes(range(64))], ids=["zeros", "ones", "random"])

@@ -196,11 +196,13 @@ class CudaRegions:
     def _check_device(self, name: str, memory: CudaMemory) -> None:
         if memory.device == self._device.uuid:
             return
+        why = "which may be allowed to reach it: --cuda-peer-access=true of the broker"
         if self._peers:
             other = find_device(memory.device, f"shared memory region '{name}'")
             if call("cuDeviceCanAccessPeer", self._device.ordinal, other.ordinal):
                 return
-        raise _invalid(name, f"it is memory of {memory.device}, this worker runs on {self._device.uuid}")
+            why = "which cannot reach that one"
+        raise _invalid(name, f"it is memory of {memory.device}, this worker runs on {self._device.uuid}, {why}")
 
     def _open(self, name: str, owner: Hashable, memory: CudaMemory, fd: int) -> Opened:
         try:

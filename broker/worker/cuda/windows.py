@@ -118,12 +118,13 @@ class Window:
 class Windows:
     """All of a worker's. `device`: of a worker on a GPU, its UUID; one on the CPU opens memory of every GPU it sees.
 
-    `words`: the worker's own, for the broker to read.
+    `words`: the worker's own, for the broker to read. `peers`: as of `CudaRegions`.
     """
 
-    __slots__ = ("_before", "_device", "_ordinals", "_patience", "_tables", "_words", "mirrors")
+    __slots__ = ("_before", "_device", "_ordinals", "_patience", "_peers", "_tables", "_words", "mirrors")
 
-    def __init__(self, device: str, words: memoryview) -> None:
+    def __init__(self, device: str, words: memoryview, *, peers: bool = False) -> None:
+        self._peers = peers
         self._device, self._words = device, words
         self._before = tuple(words[word] for word in (GPU_OPENS, GPU_CLOSES, GPU_EVICTIONS))  # of processes before us
         self.mirrors = Mirrors()
@@ -141,7 +142,7 @@ class Windows:
         assert info.cuda is not None
         uuid = self._device or info.cuda.device
         if uuid not in self._tables:
-            self._tables[uuid] = CudaRegions(uuid), self._ordinal_of(uuid)
+            self._tables[uuid] = CudaRegions(uuid, peers=self._peers), self._ordinal_of(uuid)
         table, ordinal = self._tables[uuid]
         key = info.region, info.generation
         try:
@@ -157,7 +158,7 @@ class Windows:
         """Open a client's ring of events. Raises InferError INVALID_ARG for what is none of this GPU."""
         assert info.events is not None
         uuid = info.events.device
-        if self._device not in ("", uuid):
+        if self._device not in ("", uuid) and not self._peers:
             raise InferError(
                 Code.INVALID_ARG, f"failed to register '{info.name}': its events are of {uuid}, not {self._device}"
             )
