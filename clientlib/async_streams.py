@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from clientlib.arena import Lease
 from clientlib.async_lane import AsyncLane
+from clientlib.growing import Tries
 from clientlib.link import Bound, outside
 from clientlib.process import StaysHere
 from clientlib.responses import Assembler, Inbox
@@ -72,7 +73,7 @@ class AsyncStream(StaysHere):
     elsewhere = Stream.elsewhere
 
     def __init__(self, begin: Begin, again: AsyncAgain | None = None) -> None:
-        """`begin` sends the request. `again`: where to read on when the first thing that comes is this error."""
+        """`begin` sends the request. `again`: as for `Stream`."""
         self._begin = begin
         self._again = again
         self._beginning = asyncio.Lock()
@@ -94,19 +95,25 @@ class AsyncStream(StaysHere):
             try:
                 result = await source.next()
             except InferError as error:
-                fresh = await again(error) if again is not None else None
-                if fresh is None:
-                    raise
-                self._source = fresh
-                if self._closed:  # meanwhile
-                    fresh.close()
-                result = await fresh.next()
+                result = await self._try_again(error, again)
         except asyncio.CancelledError:
             self.close()
             raise
         if result is None:
             raise StopAsyncIteration
         return result
+
+    async def _try_again(self, failure: InferError, again: AsyncAgain | None) -> InferResult | None:
+        tries = Tries()
+        while again is not None and tries.allow(failure) and (source := await again(failure)) is not None:
+            self._source = source
+            if self._closed:  # meanwhile
+                source.close()
+            try:
+                return await source.next()
+            except InferError as error:
+                failure = error.with_traceback(None)  # which would hold on to this try, and that to it
+        raise failure from None
 
     @property
     def final(self) -> bool:

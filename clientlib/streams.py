@@ -19,6 +19,7 @@ from clientlib.arena import Lease
 from clientlib.channels import Lane
 from clientlib.claims import claim, submit_when_free, take_place
 from clientlib.failures import RoomNeeded
+from clientlib.growing import Tries
 from clientlib.layout import Layout
 from clientlib.link import Bound, outside
 from clientlib.process import StaysHere
@@ -72,7 +73,9 @@ class Stream(StaysHere):
     elsewhere = "send its results' arrays"
 
     def __init__(self, source: Source, again: Again | None = None) -> None:
-        """`again`: where to read on when the first thing that comes is this error; None: nowhere, it is raised."""
+        """`again`: where to read on when the first thing that comes is this error; None: nowhere, it is raised. It is
+        asked again when that begins with an error, too, as far as `Tries` goes.
+        """
         self._source = source
         self._again = again
         self._closed = False
@@ -85,16 +88,22 @@ class Stream(StaysHere):
         try:
             result = self._source.next()
         except InferError as error:
-            source = again(error) if again is not None else None
-            if source is None:
-                raise
-            self._source = source
-            if self._closed:  # meanwhile, by another thread
-                source.close()
-            result = source.next()
+            result = self._try_again(error, again)
         if result is None:
             raise StopIteration
         return result
+
+    def _try_again(self, failure: InferError, again: Again | None) -> InferResult | None:
+        tries = Tries()
+        while again is not None and tries.allow(failure) and (source := again(failure)) is not None:
+            self._source = source
+            if self._closed:  # meanwhile, by another thread
+                source.close()
+            try:
+                return source.next()
+            except InferError as error:
+                failure = error.with_traceback(None)  # which would hold on to this try, and that to it
+        raise failure from None
 
     def cancel(self) -> bool:
         """Ask for an early end; False when it has ended already. What the model sends meanwhile can still be read.

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
+from clientlib.async_streams import AsyncStream
 from clientlib.failures import NotServed, RoomNeeded
-from clientlib.growing import infer_again, infer_again_async
+from clientlib.growing import RETRIED, infer_again, infer_again_async
+from clientlib.streams import Stream
 from shm.errors import Code, InferError
 
 ELSEWHERE = NotServed(Code.UNAVAILABLE, "model 'm' is not loaded")
@@ -50,7 +53,53 @@ def on_a_loop(failure: InferError, tries: Try) -> object:
     return asyncio.run(infer_again_async(failure, later(tries.grow), later(tries.infer)))
 
 
-@pytest.mark.parametrize("again", [at_once, on_a_loop])
+class Source:
+    """Of one try of a stream: its only response, or an error in its place."""
+
+    def __init__(self, next_one: Callable[[], object]) -> None:
+        self.next: Any = next_one
+
+    def cancel(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+    let_go = close
+
+
+def in_a_stream(failure: InferError, tries: Try) -> object:
+    def again(error: InferError) -> Source | None:
+        if isinstance(error, RoomNeeded):
+            tries.grow(error)
+        return Source(tries.infer) if isinstance(error, RETRIED) else None
+
+    first = Try(failure)
+    return next(Stream(Source(first.infer), again))
+
+
+def in_a_stream_on_a_loop(failure: InferError, tries: Try) -> object:
+    def source(of: Try) -> Any:
+        async def next_one() -> object:
+            return of.infer()
+
+        return Source(next_one)
+
+    async def begin() -> Any:
+        return source(Try(failure))
+
+    async def again(error: InferError) -> Any:
+        if isinstance(error, RoomNeeded):
+            tries.grow(error)
+        return source(tries) if isinstance(error, RETRIED) else None
+
+    async def first() -> object:
+        return await anext(AsyncStream(begin, again))
+
+    return asyncio.run(first())
+
+
+@pytest.mark.parametrize("again", [at_once, on_a_loop, in_a_stream, in_a_stream_on_a_loop])
 @pytest.mark.parametrize(
     ("failure", "tries", "grown", "ends"),
     [
