@@ -101,7 +101,7 @@ def x(value: int) -> dict[str, np.ndarray]:
 def test_an_execute_that_hangs_is_seen_and_one_that_asks_whether_it_is_wanted_is_not(start) -> None:
     with start(Broker) as broker, clientlib.connect(broker.ready().directory) as client:
         with pytest.raises(InferError, match="Request timeout expired"):
-            next(client.stream("forever", x(1), timeout=5))
+            next(client.stream("forever", x(1), timeout=3.5))
         with pytest.raises(InferError, match=HUNG % "forever"):
             next(client.stream("forever", x(2), timeout=LIMIT_S))
         eventually(lambda: "hung: model 'forever' version 1" in broker.log())
@@ -122,10 +122,10 @@ def test_who_waits_for_a_model_that_hangs_is_told_so_everywhere(start) -> None:
 
 def test_a_stop_waits_for_the_last_response(start) -> None:
     with start(Broker) as broker, clientlib.connect(broker.ready().directory) as client:
-        stream = client.stream("acts", acts(30, delay_ms=100))
+        stream = client.stream("acts", acts(40, delay_ms=100))
         next(stream)
         broker.process.send_signal(signal.SIGTERM)
-        assert sum(1 for _ in stream) == 29
+        assert sum(1 for _ in stream) == 39
         assert broker.process.wait(LIMIT_S) == 0
         assert "Found 1 model versions that have in-flight inferences" in broker.log()
         assert "Model 'acts' (version 1) has 1 in-flight inferences" in broker.log()

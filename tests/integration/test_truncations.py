@@ -35,7 +35,7 @@ def test_the_third_truncated_region_costs_the_session(broker):
             os.kill(before["pid"], signal.SIGBUS)  # what the next access of the worker would have come to
             eventually(lambda before=before: worker(broker)["restarts"] > before["restarts"], "it is replaced")
             if number < 2:
-                assert client.ask("ListRegions")["regions"] == []
+                eventually(lambda: client.ask("ListRegions")["regions"] == [], "it is retired")
         finally:
             os.close(memory.fd)
             posix_ipc.unlink_shared_memory(key)
