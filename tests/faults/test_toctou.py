@@ -26,6 +26,7 @@ from tests.faults.lab import SAME, Lab, scaled
 
 GRANTED = 'parameters { key: "zero_copy_inputs" value { string_value: "all" } }\n'
 COUNT = 2048  # elements of every input that is rewritten
+MANY = 1 << 17  # where a change must be met: on one core that takes a switch of processes in the middle of a run
 MIB = 1 << 20
 SIZE = 4 * MIB  # of the input, and of the output, of a region that is truncated
 
@@ -75,11 +76,11 @@ def rewriting(array: npt.NDArray[Any], *contents: npt.NDArray[Any]) -> Iterator[
         os.waitpid(pid, 0)
 
 
-def _indices(datatype: str) -> tuple[npt.NDArray[Any], ...]:
+def _indices(count: int) -> tuple[npt.NDArray[Any], ...]:
     """All 5; the same with a few outside the 64 rows; and with one far away."""
-    good = np.full(COUNT, 5, datatype)
+    good = np.full(count, 5, np.int64)
     outside, far = good.copy(), good.copy()
-    outside[COUNT // 2 :] = 70
+    outside[count // 2 :] = 70
     far[-1] = 5 * 10**10
     return good, good, outside, good, far
 
@@ -103,11 +104,11 @@ def _right_positions(results: dict[str, Any], contents: Any) -> bool:
     return bool((np.diff(y) > 0).all()) and bool(((y >= 0) & (y < COUNT)).all())
 
 
-def flip(model: str, seconds: float, until: str = "") -> dict[str, Any]:
+def flip(model: str, seconds: float, until: str = "", count: int = COUNT) -> dict[str, Any]:
     """Ask as fast as possible while the input changes; count what came. `until` that has come once."""
     chance = np.random.default_rng(1)
     name, datatype, shape, outputs, right = {
-        "gather": ("index", "INT64", (1, COUNT), {"y": ((1, COUNT, 4), "FP32", 0)}, _right_rows),
+        "gather": ("index", "INT64", (1, count), {"y": ((1, count, 4), "FP32", 0)}, _right_rows),
         "topk": (
             "x",
             "FP32",
@@ -119,17 +120,17 @@ def flip(model: str, seconds: float, until: str = "") -> dict[str, Any]:
         "nonzero": ("x", "FP32", (COUNT,), {"y": ((1, -1), "INT64", COUNT * 8)}, _right_positions),
     }[model.removesuffix("_in_place")]
     if datatype == "INT64":
-        contents = _indices("int64")
+        contents = _indices(count)
         contents = contents[:3] if model.endswith("in_place") else contents
     else:
         contents = tuple(chance.integers(0, 3, COUNT).astype(np.float32) + half for half in (0, 0.5))
     told: Counter[str] = Counter()
     with clientlib.connect() as client:
-        region = client.create_region("r", MIB)
-        array = region.array((COUNT,), datatype)
+        region = client.create_region("r", MIB + 24 * count)
+        array = region.array((count,), datatype)
         array[:] = contents[0]
         places = {
-            output: region.tensor(dims, kind, 65536 * (at + 1), byte_size=room or None)
+            output: region.tensor(dims, kind, (65536 + 8 * count) * (at + 1), byte_size=room or None)
             for at, (output, (dims, kind, room)) in enumerate(outputs.items())
         }
         plan = client.prepare(model, {name: region.tensor(shape, datatype)}, places)
@@ -158,7 +159,7 @@ def test_t01_rewritten_while_the_model_validates(lab, model):
 
 def test_t01_attack_works_where_the_operator_granted_it(lab):
     """What the rows above could not see would not be there either."""
-    told = lab.offend(flip, model="gather_in_place", seconds=80.0, until="outside", timeout_s=100)["told"]
+    told = lab.offend(flip, model="gather_in_place", seconds=80.0, until="outside", count=MANY, timeout_s=100)["told"]
     assert told["outside"] == 1
     lab.settled(replaced=SAME)
 
