@@ -255,9 +255,7 @@ def check_outputs_may_be_shape_tensors() -> None:
 
 def places() -> backend.TensorRTModel:
     """OUTPUT0: where INPUT0, of 8, is not 0."""
-    plan = double.plan(
-        "nonzero", [double.tensor("INPUT0", [8], "INT32")], [double.tensor("OUTPUT0", [-1], "INT32")]
-    )  # fmt: skip
+    plan = double.plan("nonzero", [double.tensor("INPUT0", [8], "INT32")], [double.tensor("OUTPUT0", [-1], "INT32")])
     given = TensorConfig(name="INPUT0", datatype="INT32", dims=(8,))
     return load(config(plan, (given,), (TensorConfig(name="OUTPUT0", datatype="INT32", dims=(-1,)),), 0))
 
@@ -371,10 +369,11 @@ def run_all() -> None:
 @pytest.fixture(scope="module")
 def failures(cuda_library: Path | None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     env = CudaEnv(cuda_library is not None, cuda_library, tmp_path_factory.mktemp("cusim-calls"))
-    result = env.run("-c", "from tests.integration.test_tensorrt_backend import run_all; run_all()")
+    temporary = str(tmp_path_factory.mktemp("plans"))
+    script = "import sys, tempfile; tempfile.tempdir = sys.argv[1]; from {} import run_all; run_all()"
+    result = env.run("-c", script.format(__name__), temporary)
     assert result.returncode == 0, result.stderr
-    found: dict[str, str] = json.loads(result.stdout)
-    return found
+    return json.loads(result.stdout)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("name", CHECKS)
