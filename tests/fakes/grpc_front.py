@@ -56,7 +56,7 @@ class Front:
 
         self.call(release())
 
-    def wait(self, condition: Callable[[], bool], limit_s: float = 30.0) -> None:
+    def wait(self, condition: Callable[[], bool], limit_s: float = 60.0) -> None:
         """Until `condition`, which the server's loop changes, holds there."""
 
         async def wait() -> None:
@@ -64,7 +64,7 @@ class Front:
                 while not condition():  # noqa: ASYNC110
                     await asyncio.sleep(0.002)
 
-        self.call(wait())
+        self.call(wait(), limit_s + 10)
 
     def at_rest(self, tasks: int) -> None:
         """Until there are no more tasks than `tasks`, and no byte of any request is left."""

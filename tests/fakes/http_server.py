@@ -22,7 +22,7 @@ from tests.fakes.gateways import free_ports
 from tests.fakes.kserve import FakeService
 
 T = TypeVar("T")
-WAIT_S = 30.0
+WAIT_S = 60.0
 # Nobody is closed because the machine was busy with something else. Who tests that looks moves the clock (`advance`).
 PATIENT = Patience(first_byte=60, head=60, body=60, send=60, idle=60, discard=60)
 

@@ -64,7 +64,7 @@ def subreaper() -> Iterator[None]:
     assert not left, f"processes were left behind: {left}"
 
 
-def kill_new(named: Callable[[], int], gone: set[int], limit_s: float = 30.0) -> None:
+def kill_new(named: Callable[[], int], gone: set[int], limit_s: float = 60.0) -> None:
     """SIGKILL the process that `named` tells, once it tells one that is not in `gone` and lives; it joins `gone`.
 
     What a broker's status says may be a moment old: just after a death it still names the dead process.
@@ -81,7 +81,7 @@ def kill_new(named: Callable[[], int], gone: set[int], limit_s: float = 30.0) ->
         time.sleep(0.005)
 
 
-async def until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
+async def until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
     """Wait until `condition` holds; TimeoutError after `limit_s`."""
     async with asyncio.timeout(limit_s):
         while not condition():  # noqa: ASYNC110  what is waited for happens in other processes, too
