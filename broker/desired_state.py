@@ -57,6 +57,7 @@ class DesiredState:
 
     __slots__ = (
         "_alone",
+        "_awaited",
         "_describe",
         "_ending",
         "_on_lost",
@@ -94,6 +95,7 @@ class DesiredState:
         self._describe = describe
         self._slots = asyncio.Semaphore(loads)
         self._alone = asyncio.Lock()
+        self._awaited = 0  # who waits for a process to ask it for something
         self._ending: set[asyncio.Task[None]] = set()  # loads that nobody wants any more
 
     @property
@@ -102,12 +104,26 @@ class DesiredState:
 
         Regions, plans and channels of clients are brought to the next process like to any replacement.
         """
-        return not (self.models or self.loading or self._ending or any(map(_is_step, self.plans.values())))
+        if self.models or self.loading or self._ending or self._awaited:
+            return False
+        return not any(map(_is_step, self.plans.values()))
 
     @property
     def holds_nothing(self) -> bool:
         """Would it make no difference if the next process were brought nothing?"""
         return not (self.models or self.regions or self.plans or self.channels or self.wanted.is_set())
+
+    async def until_up(self, limit_s: float) -> None:
+        """Returns when there is a process that has all, or after `limit_s`."""
+        self.wanted.set()
+        self._awaited += 1
+        try:
+            async with asyncio.timeout(limit_s):
+                await self.up.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._awaited -= 1
 
     async def have(
         self,

@@ -114,10 +114,7 @@ class Worker:
 
     async def until_up(self) -> None:
         """Returns when a process has all that it must have, or after `load_s`: whoever asks it for more is told why."""
-        self._state.wanted.set()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._owner.load_s):
-                await self._state.up.wait()
+        await self._state.until_up(self._owner.load_s)
 
     # --- what it must have -----------------------------------------------------------------------------------------
 
@@ -229,8 +226,9 @@ class Worker:
         Called every now and then; `busy`: something of an unloaded model still waits or runs.
         """
         state = self._state
-        idle = not busy and self.state in ("ready", "backoff", "resting") and state.serves_nothing
-        if self._rest.is_due(idle, now_ns) and not self._rest.begun:
+        if self.state == "starting":  # it may be for a ring, and what rang shows when it is up
+            return False
+        if self._rest.is_due(not busy and state.serves_nothing, now_ns) and not self._rest.begun:
             self._rest.begin(state)
             _log.info("worker '%s' rests until it is wanted: it has served nothing for a while", self.key)
             self.kill("served nothing")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -134,6 +135,22 @@ async def test_a_worker_of_a_failed_load_rests(journal: Journal) -> None:
 
 
 @in_loop
+async def test_a_worker_that_cannot_be_started_rests_unless_somebody_waits_for_it(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    async with running(rest_after_s=0.0, load_s=1.0) as workers:
+        worker = workers.start(OTHER)
+        waiting = asyncio.create_task(worker.until_up())
+        await until(lambda: worker.state == "backoff")
+        for _ in range(2):
+            assert not worker.let_rest(False, time.monotonic_ns())
+        assert not worker._rest.begun
+        await waiting
+        await until(lambda: not list(workers))
+
+
+@in_loop
 async def test_a_load_that_comes_while_a_worker_goes_to_rest_is_served(journal: Journal) -> None:
     """At every moment of it: before, while its process dies, at rest, when it is forgotten."""
     async with running(rest_after_s=0.0) as workers:
@@ -166,8 +183,11 @@ def test_clients_do_not_notice(tmp_path: Path) -> None:
     with RestlessBroker(root, tmp_path / "run", *flags) as broker:
         broker.ready()
 
+        asking = broker.client()
+
         def state() -> str | None:
-            return next((row["state"] for row in broker.status()["workers"] if row["key"] == OTHER), None)
+            rows = asking.ask("GetStatus")["status"]["workers"]
+            return next((row["state"] for row in rows if row["key"] == OTHER), None)
 
         with clientlib.connect(f"ipc://{broker.directory}") as client:
             x, y = client.create_region("x", 4096), client.create_region("y", 4096)
