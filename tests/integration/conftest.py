@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.fakes import models
-from tests.fakes.broker import Broker, eventually
+from tests.fakes.broker import Broker, HandClient, eventually
 
 
 @pytest.fixture(scope="module")
@@ -24,21 +25,21 @@ def shared_broker(repository: Path, tmp_path_factory: pytest.TempPathFactory) ->
         yield broker.ready()
 
 
-@pytest.fixture(scope="module")
-def at_rest(shared_broker: Broker) -> int:
-    """Its descriptors while it has no client."""
-    return shared_broker.descriptors()
+def descriptors_alone(broker: Broker) -> int:
+    """Its open descriptors while it has one session."""
+    with contextlib.closing(HandClient(broker.path)) as client:
+        assert client.ask("Hello", protocol=1)["type"] == "Welcome"
+        eventually(lambda: len(client.ask("GetStatus")["status"]["sessions"]) == 1, "other sessions are gone")
+        return broker.descriptors()
 
 
 @pytest.fixture
-def broker(shared_broker: Broker, at_rest: int) -> Iterator[Broker]:
+def broker(shared_broker: Broker) -> Iterator[Broker]:
     """Afterwards: the same process, no session, no region, descriptors as before."""
-    # The session of the check below may have been closed by us and not yet by the broker.
-    eventually(lambda: shared_broker.descriptors() <= at_rest, "the test before has left nothing")
-    pid = shared_broker.pid
+    pid, before = shared_broker.pid, descriptors_alone(shared_broker)
     yield shared_broker
     shared_broker.close_clients()
-    eventually(lambda: shared_broker.descriptors() <= at_rest, "descriptors are back")
+    eventually(lambda: descriptors_alone(shared_broker) <= before, "descriptors are back")
 
     def left() -> list[object]:
         status = shared_broker.status()

@@ -19,6 +19,7 @@ from tests.fakes.broker import (
     eventually,
     pool,
     prepare_add1,
+    steady,
     tensor,
 )
 from tests.fakes.processes import children
@@ -49,7 +50,7 @@ time.sleep(60)
 def test_a_killed_client_leaves_nothing_even_when_a_child_holds_its_socket(broker, fork):
     root = str(Path(__file__).parent.parent.parent)
     script = HOLDER.format(root=root, path=broker.path, fork=fork)
-    before = broker.descriptors()
+    before = steady(broker.descriptors)
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"holding\n"
         forked = children(holder.pid)
@@ -64,7 +65,7 @@ def test_a_killed_client_leaves_nothing_even_when_a_child_holds_its_socket(broke
 
 
 def test_clients_that_come_and_go_leave_nothing(broker):
-    before = broker.descriptors()
+    before = steady(broker.descriptors)
     for turn in range(100):
         client = broker.connect()
         client.send("Hello", protocol=1)
