@@ -16,7 +16,7 @@ from broker.logical_worker import Worker
 from broker.repository.config import SHARED, ModelConfig, TensorConfig
 from broker.statistics_blocks import StatisticsBlocks
 from broker.tables import ascii_table
-from shm.errors import Code, InferError, shortened
+from shm.errors import Code, InferError, no_version
 from shm.messages import ModelMetadata, TensorMetadata
 
 LOADING, READY, UNLOADING, UNAVAILABLE = "LOADING", "READY", "UNLOADING", "UNAVAILABLE"
@@ -239,9 +239,5 @@ def tensor_metadata(tensor: TensorConfig, batched: bool) -> TensorMetadata:
 
 def _version_number(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,18}", text, re.ASCII) or int(text) == 0:
-        raise InferError(
-            Code.INVALID_ARG,
-            f"failed to get model version from specified version string '{shortened(text)}' (details: stol), version "
-            "should be an integral value > 0",
-        )
+        raise no_version(text)
     return int(text)

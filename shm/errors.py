@@ -113,6 +113,15 @@ def is_too_small(text: str) -> TooSmall | None:
     return TooSmall(match[1], int(match[2])) if match else None
 
 
+def no_version(text: str) -> InferError:
+    """Triton's for a model version that is no number above 0."""
+    return InferError(
+        Code.INVALID_ARG,
+        f"failed to get model version from specified version string '{shortened(text)}' (details: stol), version "
+        "should be an integral value > 0",
+    )
+
+
 def shortened(text: str) -> str:
     """What somebody sent, as an error quotes it: its beginning, where it is long."""
     return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}…"

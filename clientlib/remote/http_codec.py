@@ -19,7 +19,7 @@ from clientlib import details
 from clientlib.address import Address
 from clientlib.remote import transport
 from clientlib.remote.transport import Buffer, InferAnswer, InferRequest, OutputTensor, Word
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, no_version
 from shm.message_values import IndexEntry, ModelMetadata, TensorMetadata
 from shm.parameters import Parameter
 
@@ -43,6 +43,7 @@ _CODES_OF_400 = (
     (re.compile(r"the request was cancelled"), Code.CANCELLED),
 )
 _MAX_TEXT = 4096  # characters of an answer that is no JSON, in an error
+_DIGITS = re.compile("[0-9]+")
 
 
 class HttpCall(NamedTuple):
@@ -194,6 +195,8 @@ def _change(address: Address, path: str, parameters: dict[str, Any]) -> HttpCall
 
 
 def _model(model: str, version: str) -> str:
+    if version and not _DIGITS.fullmatch(version):
+        raise no_version(version)  # the path of another version would be none: "Not Found"
     path = f"/v2/models/{_quoted(model)}"
     return f"{path}/versions/{_quoted(version)}" if version else path
 

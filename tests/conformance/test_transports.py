@@ -12,6 +12,7 @@ import http.client
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 
@@ -224,6 +225,14 @@ class TestErrors:
         with pytest.raises(InferError, match="Request for unknown model: 'add1' version 9 is not found") as caught:
             client.infer("add1", {"x": vector(1)}, version=9)
         assert caught.value.code == "NOT_FOUND"
+
+    @pytest.mark.parametrize("version", ["one", "1/infer", "-1", "1.0", "ü"])
+    def test_a_version_that_is_no_number(self, client, version):
+        text = f"failed to get model version from specified version string '{version}' (details: stol), version should"
+        for ask in (client.model, client.statistics, lambda *of: client.infer(of[0], {"x": vector(1)}, version=of[1])):
+            with pytest.raises(InferError, match=re.escape(text)) as caught:
+                ask("add1", version)
+            assert caught.value.code == "INVALID_ARG"
 
     def test_a_version_that_is_none_is_quoted_in_short(self, client):
         with pytest.raises(InferError) as caught:
