@@ -44,7 +44,7 @@ def warm_up(config: ModelConfig, runtime: RuntimeModel, shape_of: Callable[[str,
             binding = bind(runtime, operands.inputs(), operands.outputs())
             for _ in range(sample.count):
                 binding.run()
-        except Exception as error:  # the runtime raises classes of its own
+        except BaseException as error:  # the runtime raises classes of its own, and own code may exit
             code = Code[error.code] if isinstance(error, InferError) else Code.INTERNAL
             text = error.message if isinstance(error, InferError) else described(error)
             raise InferError(code, f"failed to run warmup sample '{sample.name}': {text}") from error

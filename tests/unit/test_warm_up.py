@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,6 +146,12 @@ def test_a_sample_that_fails_says_which(tmp_path):
     with pytest.raises(InferError, match="failed to run warmup sample 'wide': onnx runtime error: ") as raised:
         Loaded(config)
     assert raised.value.code in (Code.INVALID_ARG.name, Code.INTERNAL.name)
+
+
+def test_a_backend_that_exits_fails_the_sample(add1, monkeypatch):
+    monkeypatch.setattr(Runtime, "run", lambda self: sys.exit("enough"))
+    with pytest.raises(InferError, match="failed to run warmup sample 's': SystemExit: enough"):
+        run(add1, sample())
 
 
 def test_a_sample_without_data_for_an_input_is_refused(add1):
