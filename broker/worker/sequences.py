@@ -123,7 +123,9 @@ class Sequences:
         if not request.flags & SEQUENCE_AGAIN:
             return None  # something newer came
         if kept is None:
-            return None if request.flags & SEQUENCE_START else lost(self._name, request.sequence_id)
+            if request.flags & SEQUENCE_START:
+                return None
+            return lost(self._name, request.sequence_id, self._undelivered.why(_key(request)))
         request.sequence = kept
         line = self._asked[request] = self._live.get(_key(request))
         if line is not None:  # its states are there with the answer: steps that come now wait for that
@@ -185,6 +187,7 @@ class Sequences:
         times = [1] if self._dropped else []
         times += [next(iter(self._quiet)).last + self._idle] if self._quiet else []
         times += self._patience.values()
+        times += [self._undelivered.until] if self._undelivered else []
         self.late_at = min(times, default=0)
 
     def wants(self, now: int, instance: int = 0) -> bool:
@@ -204,7 +207,7 @@ class Sequences:
             line = self._lines.get(row)
             behind = line is not None and line.queue
             if isinstance(row.sequence, Kept) and row.code and not (row.ended or behind):
-                self._undelivered.keep(_key(row), row.sequence)  # another output lacks room
+                self._undelivered.keep(_key(row), row.sequence, _ended(row))  # another output lacks room
             if line is None:
                 continue
             line.running = None
@@ -219,8 +222,10 @@ class Sequences:
                 continue
             if isinstance(record, Sequence) and isinstance(record.kept, Kept):
                 # Those behind it may run before it could be asked for; for what has ended meanwhile, nobody asks.
-                if not (line.queue or row.ended or line.key[0] == NOBODY):
-                    self._undelivered.keep(line.key, record.kept)
+                if line.queue or row.ended or line.key[0] == NOBODY:
+                    self._undelivered.skip(line.key)
+                else:
+                    self._undelivered.keep(line.key, record.kept, _ended(row))
                 record.kept = None
             del self._lines[row]
             line.last = max(line.last, _ended(row))
@@ -281,6 +286,7 @@ class Sequences:
 
     def late(self, now: int) -> list[tuple[Request, Verdict]]:
         """End idle sequences, and those in the backlog with a request whose time-out has passed."""
+        self._undelivered.expire(now)
         for line in [line for line, until in self._patience.items() if until <= now]:
             self._end(line, EXPIRED, endings.EXPIRED)
         while self._quiet:

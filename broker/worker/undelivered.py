@@ -9,7 +9,7 @@ SEQUENCE_AGAIN.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, Generic, Protocol, TypeVar, final
 
@@ -20,8 +20,11 @@ from broker.worker.sequence import Key, Sequence
 from shm.admission import Verdict
 from shm.errors import Code
 
-MAX_KEPT: Final = 64  # of a model: clients that mean to ask again do so at once
+MAX_KEPT: Final = 64  # of a model
 MAX_BYTES: Final = 64 << 20  # of them all
+MAX_OF_CLIENT: Final = 16 << 20  # bytes, where it is more than one result; all clients of gateways are one
+KEPT_S: Final = 30  # clients that mean to ask again do so at once; Triton's never do
+MAX_REASONS: Final = 256  # why those that went last did
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -61,24 +64,45 @@ K = TypeVar("K", bound=Sized)
 class Undelivered(Generic[K]):
     """The latest of each sequence of a model."""
 
-    __slots__ = ("_bytes", "_kept")
+    __slots__ = ("_bytes", "_kept", "_of_client", "_reasons")
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[Key, K] = OrderedDict()
+        self._kept: OrderedDict[Key, tuple[K, int]] = OrderedDict()  # the oldest first, with the time of each
         self._bytes = 0
+        self._of_client: Counter[int] = Counter()
+        self._reasons: OrderedDict[Key, str] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, key: Key, kept: K) -> None:
-        """The oldest go where it would be too much; one that is too large is not kept."""
+    @property
+    def until(self) -> int:
+        """When the oldest goes, if nobody asks for it; 0: there is none."""
+        return next(iter(self._kept.values()))[1] + KEPT_S * 1_000_000_000 if self._kept else 0
+
+    def keep(self, key: Key, kept: K, now: int) -> None:
+        """The oldest go where it would be too much, this client's before others'; one that is too large is not kept."""
+        self.expire(now)
         self.take(key)
         if kept.byte_size > MAX_BYTES:
+            self._note(key, f"it has more than {MAX_BYTES} bytes")
             return
-        self._kept[key] = kept
+        self._reasons.pop(key, None)
+        self._kept[key] = (kept, now)
         self._bytes += kept.byte_size
+        self._of_client[key[0]] += kept.byte_size
+        while self._of_client[key[0]] > MAX_OF_CLIENT:
+            oldest = next(each for each in self._kept if each[0] == key[0])
+            if oldest == key:  # alone
+                break
+            self._give_up(oldest, f"later ones of its client's took the {MAX_OF_CLIENT} bytes that one may have kept")
         while len(self._kept) > MAX_KEPT or self._bytes > MAX_BYTES:
-            self.take(next(iter(self._kept)))
+            self._give_up(next(iter(self._kept)), f"later ones took the {MAX_BYTES} bytes that a model may have kept")
+
+    def expire(self, now: int) -> None:
+        """Those that nobody has asked for in time go."""
+        while self._kept and self.until <= now:
+            self._give_up(next(iter(self._kept)), f"nobody asked for it within {KEPT_S} s")
 
     def drop(self, owner: int) -> None:
         """The client is gone."""
@@ -87,15 +111,35 @@ class Undelivered(Generic[K]):
 
     def take(self, key: Key) -> K | None:
         """It is asked for, or something newer came of its sequence."""
-        kept = self._kept.pop(key, None)
+        kept, _ = self._kept.pop(key, (None, 0))
         if kept is not None:
             self._bytes -= kept.byte_size
+            self._of_client[key[0]] -= kept.byte_size
+            if not self._of_client[key[0]]:
+                del self._of_client[key[0]]
         return kept
 
+    def why(self, key: Key) -> str:
+        """Why the result that is asked for was not kept, if that is still known. Told once."""
+        return self._reasons.pop(key, "")
 
-def lost(model: str, sequence_id: int) -> Verdict:
-    """Of a step that has run and whose result is not here: the worker was replaced, or others came behind it."""
+    def skip(self, key: Key) -> None:
+        """The result of a later step is not kept at all: what is known of an earlier one says nothing of it."""
+        self._reasons.pop(key, None)
+
+    def _give_up(self, key: Key, why: str) -> None:
+        self.take(key)
+        self._note(key, why)
+
+    def _note(self, key: Key, why: str) -> None:
+        self._reasons[key] = why
+        if len(self._reasons) > MAX_REASONS:
+            self._reasons.popitem(last=False)
+
+
+def lost(model: str, sequence_id: int, why: str = "") -> Verdict:
+    """Of a step that has run and whose result is not here: the worker was replaced, others came behind it, or `why`."""
     return Code.UNAVAILABLE, (
         f"inference request for sequence {sequence_id} to model '{model}' has run, and its result did not fit and is"
-        " not kept any more: begin the sequence again"
+        f" not kept any more: begin the sequence again{f' ({why})' if why else ''}"
     )

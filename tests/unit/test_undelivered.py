@@ -178,12 +178,64 @@ def test_what_is_kept_is_bounded(monkeypatch):
     assert [worth_keeping(sizes) for sizes in ((60, 40), (60, 41))] == [True, False]
     table = Undelivered()
     for number in range(5):
-        table.keep((NATIVE, number), kept())
+        table.keep((NATIVE, number), kept(), 1)
     assert [table.take((NATIVE, number)) is not None for number in range(5)] == [False, False, True, True, True]
     for number, size in enumerate((60, 60, 101, 40)):
-        table.keep((NATIVE, number), kept(size))
+        table.keep((NATIVE, number), kept(size), 1)
     assert [table.take((NATIVE, number)) is not None for number in range(4)] == [False, True, False, True]
-    assert (len(table), table._bytes) == (0, 0)
-    table.keep(KEY, kept(60))
-    table.keep(KEY, second := kept(70))
+    assert "the 100 bytes that a model may have kept" in table.why((NATIVE, 0))
+    assert "more than 100 bytes" in table.why((NATIVE, 2))
+    assert (len(table), table._bytes, table._of_client) == (0, 0, {})
+    table.keep(KEY, kept(60), 1)
+    table.keep(KEY, second := kept(70), 1)
     assert table.take(KEY) is second
+
+
+def test_so_is_what_is_kept_for_one_client(monkeypatch):
+    """Its own oldest go, however old those of others are; one result may be larger."""
+    monkeypatch.setattr(undelivered, "MAX_OF_CLIENT", 50)
+    table = Undelivered()
+    table.keep((OTHER, 1), kept(40), 1)
+    for number, size in enumerate((20, 30, 20, 60)):
+        table.keep((NATIVE, number), kept(size), 2)
+        assert len(table) == (2, 3, 3, 2)[number]
+    assert "the 50 bytes that one may have kept" in table.why((NATIVE, 2))
+    assert table.why((NATIVE, 2)) == "", "told once"
+    assert table.take((NATIVE, 3)).byte_size == 60
+    assert table.take((OTHER, 1)).byte_size == 40
+
+
+@pytest.mark.parametrize("oldest", [False, True])
+def test_nobody_asks_for_it_in_time(oldest):
+    queue = sequences(oldest, idle=10**9)
+    lacks_room(queue, START)
+    until = 1 + undelivered.KEPT_S * 10**9
+    assert queue.late_at == until
+    assert queue.late(until - 1) == []
+    assert queue._undelivered
+    assert queue.late(until) == []
+    assert not queue._undelivered
+    assert queue._undelivered.until == 0
+    code, text = queue.add(request(5, AGAIN), until + 1)
+    assert (code, text.endswith("begin the sequence again (nobody asked for it within 30 s)")) == (
+        Code.UNAVAILABLE,
+        True,
+    )
+
+
+def test_why_an_earlier_one_went_is_not_told_of_a_later_one():
+    queue = sequences(idle=10**9)
+    lacks_room(queue, START)
+    queue.late(1 + undelivered.KEPT_S * 10**9)
+    lacks_room(queue, 0, 0)
+    assert queue.add(request(5, AGAIN), 2)[1].endswith("begin the sequence again")
+
+
+def test_what_is_known_of_those_that_went_is_bounded(monkeypatch):
+    monkeypatch.setattr(undelivered, "MAX_KEPT", 0)
+    table = Undelivered()
+    for number in range(2 * undelivered.MAX_REASONS):
+        table.keep((NATIVE, number), kept(), 1)
+    assert len(table._reasons) == undelivered.MAX_REASONS
+    assert table.why((NATIVE, 0)) == ""
+    assert table.why((NATIVE, number))

@@ -201,7 +201,7 @@ class Ensemble:
         """A sequence's step has run, and its client had too little room for what it gave."""
         assert isinstance(request.plan, Plan)
         with self._lock:
-            self._undelivered.keep((request.plan.owner, request.sequence_id), outputs)
+            self._undelivered.keep((request.plan.owner, request.sequence_id), outputs, time.monotonic_ns())
 
     def undelivered(self, request: Request) -> Outputs | None:
         """What `request`, a step of a sequence, asks for once more: that has run. None: it is to run.
@@ -209,12 +209,15 @@ class Ensemble:
         Raises InferError if it has run and is not kept any more.
         """
         assert isinstance(request.plan, Plan)
+        key = (request.plan.owner, request.sequence_id)
         with self._lock:
-            kept = self._undelivered.take((request.plan.owner, request.sequence_id))
+            self._undelivered.expire(request.arrival)
+            kept = self._undelivered.take(key)
+            why = "" if kept is not None else self._undelivered.why(key)
         if not request.flags & SEQUENCE_AGAIN:
             return None  # something newer came
         if kept is None and not request.flags & SEQUENCE_START:
-            raise InferError(*lost(self.model.name, request.sequence_id))
+            raise InferError(*lost(self.model.name, request.sequence_id, why))
         return kept
 
     def gone(self, owner: int) -> None:
