@@ -14,6 +14,7 @@ from shm.admission import Publishes, Request
 from shm.worker_channel import WorkerChannel
 
 TAKE_LIMIT = 64
+LIGHT = 1 << 18  # bytes of tensors that are copied in less time than that
 SHORT_NS = 200_000  # longer batches run without the lead: a hand-off between threads costs 10-20 µs
 
 
@@ -51,10 +52,14 @@ class Batch:
         request = self.requests[0] if self.requests else None
         if request is None or self.alone or self.endings or isinstance(request.sequence, Kept):
             return False
-        if len(self.requests) == 1 and isinstance(request.plan, Plan):
-            key = (self.instance.number, request.input_position, request.output_position, request.rows)
-            execution = request.plan.bindings.get(key)
-            return execution is not None and 0 < execution.typical_ns < SHORT_NS
+        plan = request.plan
+        if len(self.requests) == 1 and isinstance(plan, Plan):
+            if self.instance.model.assembly is None:
+                key = (self.instance.number, request.input_position, request.output_position, request.rows)
+                execution = plan.bindings.get(key)
+                return execution is not None and 0 < execution.typical_ns < SHORT_NS
+            if sum(tensor.place.byte_size for tensor in (*plan.inputs, *plan.outputs)) > LIGHT:
+                return False
         rows = sum(request.rows for request in self.requests)
         return 0 < self.instance.typical.get(rows, 0) < SHORT_NS
 
