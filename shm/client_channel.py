@@ -137,8 +137,10 @@ class ClientChannel:
 
         For clients with a choice of workers: who never calls this costs the worker nothing.
         """
-        self._words[ASKS] = 1
-        return self._words[AHEAD]
+        words = self._words
+        if not words[ASKS]:
+            words[ASKS] = 1
+        return words[AHEAD]
 
     @property
     def completed(self) -> int:

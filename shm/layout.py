@@ -7,13 +7,13 @@ Channel memfd (mapped by the client and the worker, both may write all of it):
      8  TAIL      client   submissions published: THE publication of a submission
      9  CONSUMED  client   completions read
     10  WAITING   client   0, or a stamp: ring me once for this stamp
-    11  SENT    client   CLOCK_MONOTONIC ns of the latest submission or cancel that found ARMED to be PARKED
+    11  SENT      client   CLOCK_MONOTONIC ns of the latest submission or cancel that found ARMED to be PARKED
+    12  ASKS      client   not 0: this client has a choice of workers and reads AHEAD
     16  CTAIL     worker   completions published: THE COMMIT POINT, one store commits a whole batch
     24  ARMED     worker   0, or a stamp: ring me once for this stamp (a channel without traffic lately is armed),
                            or PARKED: do not ring, nothing can begin to run before the worker looks by itself
     25  AWAY      broker   1 from a worker's death until its replacement has the channel (then written by the worker)
-    26  ASKS      client   not 0: this client has a choice of workers and reads AHEAD
-    27  AHEAD     worker   how long (ns, coarse) what waits and runs there will take, of all clients
+    26  AHEAD     worker   how long (ns, coarse) what waits and runs there will take, of all clients
     64  RING[4N]  client   slot | CANCEL; position p lies at p & (4N-1)
         SLOT[N]x8  client  one submission, `SUBMISSION`; word 7 is written by a cancel
         COMP[2N]x8 worker  one completion, `COMPLETION`
@@ -36,9 +36,8 @@ from typing import final
 
 from shm.memory import pages
 
-TAIL, CONSUMED, WAITING, SENT = 8, 9, 10, 11
-CTAIL, ARMED, AWAY = 16, 24, 25
-ASKS, AHEAD = 26, 27
+TAIL, CONSUMED, WAITING, SENT, ASKS = 8, 9, 10, 11, 12
+CTAIL, ARMED, AWAY, AHEAD = 16, 24, 25, 26
 PARKED = 1  # no stamp: those are times
 RING = 64
 CANCEL = 1 << 32  # in a RING word: look at the slot's cancel word

@@ -22,8 +22,9 @@ def test_words_that_do_not_depend_on_the_geometry():
 
 
 def test_client_and_worker_words_share_no_cache_line():
-    client = {word * WORD // 64 for word in (layout.TAIL, layout.CONSUMED, layout.WAITING)}
-    assert client.isdisjoint({layout.CTAIL * WORD // 64, layout.ARMED * WORD // 64, layout.RING * WORD // 64})
+    client = {word * WORD // 64 for word in (layout.TAIL, layout.CONSUMED, layout.WAITING, layout.SENT, layout.ASKS)}
+    worker = {word * WORD // 64 for word in (layout.CTAIL, layout.ARMED, layout.AWAY, layout.AHEAD)}
+    assert client.isdisjoint(worker | {layout.RING * WORD // 64})
     assert layout.CTAIL * WORD // 64 != layout.ARMED * WORD // 64
 
 
