@@ -21,7 +21,7 @@ from tests.fakes.gateways import Gateway, url_of
 SUMS = """backend: "sequence"
 input { name: "INPUT" data_type: TYPE_INT32 dims: [ 1 ] }
 output { name: "OUTPUT" data_type: TYPE_INT32 dims: [ 1 ] }
-sequence_batching { direct { } control_input [
+sequence_batching { max_sequence_idle_microseconds: 60000000 direct { } control_input [
   { name: "START" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } },
   { name: "READY" control { kind: CONTROL_SEQUENCE_READY int32_false_true: [ 0, 1 ] } } ] }"""
 TRANSPORTS = ("native", "zmq", "grpc", "http")

@@ -92,7 +92,7 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
         ("say", SAY % (8, "dynamic_batching { max_queue_delay_microseconds: 20000 }", "1", "1")),
         ("say_open", SAY % (0, "", "1", "-1")),
         ("say_cached", SAY % (8, "response_cache { enable: true }", "1", "1")),
-        ("say_steps", SAY % (8, "sequence_batching { }", "1", "1")),
+        ("say_steps", SAY % (8, "sequence_batching { max_sequence_idle_microseconds: 60000000 }", "1", "1")),
         ("say_stream", SAY % (0, "model_transaction_policy { decoupled: true }", "1", "-1")),
         ("of_says", OF_SAYS),
     ):
