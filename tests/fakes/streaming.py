@@ -71,7 +71,7 @@ def on_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
     """The test gets an `AsyncClient`."""
 
     async def run(streaming: Broker) -> None:
-        async with asyncio.timeout(60), await clientlib.connect_async(streaming.directory) as client:
+        async with asyncio.timeout(150), await clientlib.connect_async(streaming.directory) as client:
             await test(client)
 
     def wrapper(streaming: Broker) -> None:
