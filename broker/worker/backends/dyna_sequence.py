@@ -60,7 +60,8 @@ class _Step:
         self._results: list[npt.NDArray[np.generic]] = []
 
     def run(self) -> None:
-        time.sleep(self._model.delay)
+        if self._model.delay:
+            time.sleep(self._model.delay)
         flags = [array_of(self._inputs[name]).reshape(-1) != 0 for name in ("READY", "START", "END")]
         identities = [_number(item) for item in array_of(self._inputs["CORRID"]).reshape(-1)]
         values, counts = rows_of(self._inputs, len(identities))

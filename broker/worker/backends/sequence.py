@@ -50,7 +50,8 @@ class _Step:
         self._results: list[npt.NDArray[np.generic]] = []
 
     def run(self) -> None:
-        time.sleep(self._model.delay)
+        if self._model.delay:
+            time.sleep(self._model.delay)
         start, ready = (array_of(self._inputs[name]).reshape(-1) != 0 for name in ("START", "READY"))
         values, counts = rows_of(self._inputs, start.size)
         totals = sums_of(values, counts).astype(np.int32)
