@@ -7,6 +7,7 @@ Workers and clients map what was admitted (`MappedMemory`). Nothing here knows n
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import functools
@@ -20,9 +21,9 @@ from typing import Final, Protocol, final
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import posix_ipc
 
 from shm.capacity import check_room, memory_room, no_space
+from shm.descriptor_kinds import kind_of
 from shm.errors import Code, InferError
 from shm.memory import pages, sealed_memfd
 
@@ -306,21 +307,24 @@ def _bare_key(name: str, key: str) -> str:
 
 
 def _open_key(key: str, bare: str) -> int:
-    """`shm_open`, which follows no symbolic link; not waiting for the other end of a FIFO. Never creates."""
-    number = errno.EACCES
-    for read_only in (False, True):
-        try:
-            fd: int = posix_ipc.SharedMemory(f"/{bare}", flags=os.O_NONBLOCK, read_only=read_only).fd
-            return fd
-        except posix_ipc.PermissionsError:
-            continue
-        except posix_ipc.ExistentialError:
-            number = errno.ENOENT
-        except ValueError:
-            number = errno.EINVAL
-        except OSError as error:
-            number = error.errno or 0
-        break
+    """As `shm_open`: follows no symbolic link, does not wait for the other end of a FIFO, never creates.
+
+    Does not open what is on another file system than shared memory: where a FUSE mount covers the object, `shm_open`
+    itself would wait for the mount's owner.
+    """
+    at, number = -1, errno.EACCES
+    try:
+        at = os.open(f"{_SHM_DIRECTORY}/{bare}", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        if (kind := kind_of(at)) is not None and kind.filesystem != os.stat(_SHM_DIRECTORY).st_dev:
+            raise _cannot_open(key, "it is not a shared memory object (another file system is mounted there)")
+        for access in (os.O_RDWR, os.O_RDONLY):
+            with contextlib.suppress(PermissionError):
+                return os.open(f"/proc/self/fd/{at}", access | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        number = errno.EINVAL if error.errno == errno.EISDIR else error.errno or 0  # as shm_open says it
+    finally:
+        if at >= 0:
+            os.close(at)  # which asks nobody, as it was never opened
     wrong_type = number in (errno.EINVAL, errno.ELOOP, errno.ENXIO)
     reason = f"{errno.errorcode.get(number, number)} ({os.strerror(number)})"
     raise _cannot_open(key, reason, Code.INVALID_ARG if wrong_type else Code.INTERNAL)

@@ -1,17 +1,20 @@
 """A file of a FUSE mount whose process is stopped: whoever closes it waits, and cannot be killed meanwhile.
 
-Speaks the kernel's protocol over /dev/fuse by hand, in namespaces of the caller's own. Used by offenders.
+Speaks the kernel's protocol over /dev/fuse by hand, in namespaces of the caller's own or its lab's. Used by
+offenders.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
-CLONE_NEWNS, CLONE_NEWUSER, MS_REC, MS_PRIVATE = 0x20000, 0x1000_0000, 0x4000, 1 << 18
+CLONE_NEWNS, CLONE_NEWUSER, MS_REC, MS_PRIVATE, MNT_DETACH = 0x20000, 0x1000_0000, 0x4000, 1 << 18, 2
 LOOKUP, GETATTR, OPEN, INIT = 1, 3, 14, 26
 ENOSYS = 38
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -26,39 +29,66 @@ class StoppedFile:
 
     def __init__(self, directory: Path) -> None:
         """Puts the calling process, which must have one thread, into namespaces of its own."""
-        self._at = directory / "stopped"
-        self._at.mkdir(mode=0o700)
+        at = directory / "stopped"
+        at.mkdir(mode=0o700)
         uid, gid = os.geteuid(), os.getegid()
-        try:
-            device = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise CannotMount(f"/dev/fuse cannot be opened: {error.strerror}") from None
         _call(_libc.unshare(CLONE_NEWNS | (CLONE_NEWUSER if uid else 0)), "unshare")
         if uid:
             Path("/proc/self/setgroups").write_text("deny")
             Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
             Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
         _call(_libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None), "mount private")
-        options = f"fd={device},rootmode=40000,user_id={uid},group_id={gid}"
-        _call(_libc.mount(b"stopped", bytes(self._at), b"fuse", 0, options.encode()), "mount fuse")
-        self._server = os.fork()
-        if not self._server:
-            try:
-                _serve(device)
-            finally:
-                os._exit(0)
-        os.close(device)  # with the server ends the last one, and then the kernel answers in its place
+        self._at = at / "file"
+        self._server = _mount(at, 0o40777)
 
     def open(self) -> int:
-        return os.open(self._at / "file", os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(self._at, os.O_RDONLY | os.O_CLOEXEC)
 
     def stop(self) -> None:
-        os.kill(self._server, signal.SIGSTOP)
-        os.waitid(os.P_PID, self._server, os.WSTOPPED | os.WNOWAIT)
+        _stop(self._server)
 
     def end(self) -> None:
-        os.kill(self._server, signal.SIGKILL)
-        os.waitpid(self._server, 0)
+        _end(self._server)
+
+
+@contextlib.contextmanager
+def covered_by_stopped(at: Path) -> Iterator[None]:
+    """A file, already stopped, is mounted over the file `at` of this mount namespace."""
+    server = _mount(at, 0o100666)
+    try:
+        _stop(server)
+        yield
+    finally:
+        _end(server)
+        _call(_libc.umount2(bytes(at), MNT_DETACH), "umount")
+
+
+def _mount(at: Path, mode: int) -> int:
+    """Mount there a file or directory of that mode. Returns the pid of its server."""
+    try:
+        device = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise CannotMount(f"/dev/fuse cannot be opened: {error.strerror}") from None
+    options = f"fd={device},rootmode={mode:o},user_id={os.geteuid()},group_id={os.getegid()}"
+    _call(_libc.mount(b"stopped", bytes(at), b"fuse", 0, options.encode()), "mount fuse")
+    server = os.fork()
+    if not server:
+        try:
+            _serve(device)
+        finally:
+            os._exit(0)
+    os.close(device)  # with the server ends the last one, and then the kernel answers in its place
+    return server
+
+
+def _stop(server: int) -> None:
+    os.kill(server, signal.SIGSTOP)
+    os.waitid(os.P_PID, server, os.WSTOPPED | os.WNOWAIT)
+
+
+def _end(server: int) -> None:
+    os.kill(server, signal.SIGKILL)
+    os.waitpid(server, 0)
 
 
 def _serve(device: int) -> None:

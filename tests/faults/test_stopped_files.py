@@ -10,7 +10,7 @@ import pytest
 
 from tests.fakes.broker import HandClient, descriptor, pool
 from tests.faults import child, raw
-from tests.faults.fuse import CannotMount, StoppedFile
+from tests.faults.fuse import CannotMount, StoppedFile, covered_by_stopped
 from tests.faults.lab import Lab
 from tests.faults.nursery import eventually
 
@@ -65,6 +65,29 @@ def test_files_that_nobody_can_close(lab: Lab, tmp_path: Path) -> None:
     offender.result()
     eventually(lambda: _held(lab) == 0, "all are closed")
     lab.settled()
+
+
+def _register_what_is_covered() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with raw.named_memory(4096) as key, contextlib.closing(raw.session()) as client:
+        try:
+            with covered_by_stopped(Path("/dev/shm" + key)):
+                found["covered"] = raw.outcome(client.ask("RegisterSystem", name="s", key=key, byte_size=4096))
+        except CannotMount as error:
+            return {"cannot": str(error)}
+        found["bare"] = raw.outcome(client.ask("RegisterSystem", name="s", key=key, byte_size=4096))
+    return found
+
+
+def test_a_mount_over_shared_memory(lab: Lab) -> None:
+    """To open it would wait for its owner: who may mount (fusermount lets everybody) could stop the broker so."""
+    found = lab.offend(_register_what_is_covered) if lab.private else {"cannot": "not root in the broker's namespace"}
+    lab.settled()
+    if reason := found.get("cannot"):
+        pytest.skip(f"no FUSE mount can be made here: {reason}")
+    assert found["covered"][0] == "INVALID_ARG"
+    assert "another file system is mounted there" in found["covered"][1]
+    assert found["bare"] == ["RegionInfo", ""]
 
 
 def _held(lab: Lab) -> int:
