@@ -139,14 +139,14 @@ async def test_a_worker_that_cannot_be_started_rests_unless_somebody_waits_for_i
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    async with running(rest_after_s=0.0, load_s=1.0) as workers:
+    async with running(rest_after_s=0.0) as workers:
         worker = workers.start(OTHER)
         waiting = asyncio.create_task(worker.until_up())
         await until(lambda: worker.state == "backoff")
         for _ in range(2):
             assert not worker.let_rest(False, time.monotonic_ns())
         assert not worker._rest.begun
-        await waiting
+        waiting.cancel()
         await until(lambda: not list(workers))
 
 
