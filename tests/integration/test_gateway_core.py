@@ -261,10 +261,8 @@ def test_cancelled_tasks_leave_nothing_behind(lending):
                 task.cancel()
             ended = await asyncio.gather(*tasks, return_exceptions=True)
             assert all(isinstance(end, asyncio.CancelledError) for end in ended[:10])
-            for end in ended[10:]:  # on a slow machine the answer to the latest may have come before
-                if not isinstance(end, asyncio.CancelledError):
-                    assert not isinstance(end, BaseException), end
-                    assert arrays(end)["y"].tolist() == [[1.0] * size]
+            for end in ended[10:]:  # on a slow machine answers to the latest may have come before
+                assert isinstance(end, asyncio.CancelledError) or arrays(end)["y"].tolist() == [[1.0] * size], end
             response = await service.infer(request("add1", {"x": np.zeros((1, size), np.float32)}), REMOTE)
             assert arrays(response)["y"].tolist() == [[1.0] * size]
         await asyncio.wait_for(service.idle(), 30)
