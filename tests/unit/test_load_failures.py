@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from broker import version_life
+from broker.load_watch import LoadWatch
 from broker.load_failures import for_clients, roots_of, versions_failed
 from broker.version_life import VersionLife
 from shm.errors import Code, InferError
@@ -66,7 +67,7 @@ def test_where_any_repository_lies_is_not_said_of_a_worker_that_failed(monkeypat
 
     worker: Any = SimpleNamespace(key="cpu/a", pid=1, until_up=nothing, load=fail)
     blocks: Any = SimpleNamespace(busy=lambda *_: False, take=lambda *_: (1,), unmeasured=len, has_room=lambda *_: True)
-    workers: Any = SimpleNamespace(start=lambda key: worker, blocks=blocks)
+    workers: Any = SimpleNamespace(start=lambda key: worker, blocks=blocks, loads=LoadWatch(1))
     catalogue: Any = SimpleNamespace(known={"m": SimpleNamespace(versions={})}, versions=list)
     sizes = SimpleNamespace(begin=lambda *_: None, end=lambda *_: None)
     memory: Any = SimpleNamespace(make_room=nothing, loaded=nothing, sizes=sizes)
