@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from broker import version_life
-from broker.load_watch import LoadWatch
 from broker.load_failures import for_clients, roots_of, versions_failed
+from broker.load_watch import LoadWatch
 from broker.version_life import VersionLife
 from shm.errors import Code, InferError
 
