@@ -33,10 +33,12 @@ class StoppedFile:
         at.mkdir(mode=0o700)
         uid, gid = os.geteuid(), os.getegid()
         _call(_libc.unshare(CLONE_NEWNS | (CLONE_NEWUSER if uid else 0)), "unshare")
-        if uid:
-            Path("/proc/self/setgroups").write_text("deny")
-            Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
-            Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+        try:
+            for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+                if uid:
+                    Path("/proc/self", name).write_text(text)
+        except OSError as error:
+            raise CannotMount(f"{name} of a user namespace: {error.strerror}") from None
         _call(_libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None), "mount private")
         self._at = at / "file"
         self._server = _mount(at, 0o40777)
