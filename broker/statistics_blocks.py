@@ -36,6 +36,7 @@ from shm.statistics import (
     FAIL,
     FAIL_NS,
     GPU_OPEN_BYTES,
+    GPU_USED,
     HIT_LATENCY,
     IN_FLIGHT,
     INFER_NS,
@@ -168,7 +169,7 @@ class StatisticsBlocks:
     def abandon_worker(self, key: str) -> None:
         """Its process is gone and no other one is to come: what it had shows no more. Counters stay."""
         words = self.of_worker(key)
-        for word in (IN_FLIGHT, CACHE_SIZE, CACHE_USED, CACHE_ENTRIES, GPU_OPEN_BYTES, PINNED_BYTES):
+        for word in (IN_FLIGHT, CACHE_SIZE, CACHE_USED, CACHE_ENTRIES, GPU_OPEN_BYTES, GPU_USED, PINNED_BYTES):
             words[word] = 0
 
     def busy(self, model: str, version: int) -> bool:
