@@ -204,8 +204,7 @@ class Loop:
             if not found or scheduler.queued or scheduler.suspects:
                 if scheduler.deadline and now >= scheduler.deadline:
                     self._refuse(scheduler.expired(now))
-                if scheduler.queued or scheduler.suspects:
-                    batch = scheduler.due(now)
+                batch = scheduler.due(now) if scheduler.queued or scheduler.suspects else None
             if batch is None and not found:
                 if (scheduler.running or self._parking.parked) and self._parking.begin(self._flush):
                     return None
