@@ -236,6 +236,16 @@ def test_depth_of_data(depth: int, taken: bool, datatype: str, value: str) -> No
         assert refused(document) == ("INVALID_ARG", "JSON nesting depth exceeds maximum allowed limit (100)")
 
 
+@pytest.mark.parametrize(("depth", "taken"), [(2, True), (100, True), (101, False)])
+def test_depth_of_data_with_scalars_beside_arrays(depth: int, taken: bool) -> None:
+    data = json.loads("[1," * (depth - 1) + "[2]" + ",3]" * (depth - 1))
+    document = {"inputs": [an_input(datatype="INT8", shape=[2 * depth - 1], data=data)]}
+    if taken:
+        assert read(document)[0].inputs[0].data == b"\1" * (depth - 1) + b"\2" + b"\3" * (depth - 1)
+    else:
+        assert refused(document) == ("INVALID_ARG", "JSON nesting depth exceeds maximum allowed limit (100)")
+
+
 @pytest.mark.parametrize("datatype", ["BOOL", "UINT8", "UINT64", "INT8", "INT64", "FP32", "FP64", "BYTES"])
 def test_data_goes_in_and_comes_back(datatype: str) -> None:
     data: dict[str, list[Any]] = {

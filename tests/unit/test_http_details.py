@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import random
+import re
 from typing import Any
 
 import pytest
@@ -21,7 +24,7 @@ NOT_DOUBLE = "Unable to parse 'data': attempt to access JSON non-double as doubl
 
 
 def infer_error(document: Any) -> Misread:
-    body = dumps(document)
+    body = document if isinstance(document, bytes) else dumps(document)
     with pytest.raises(Misread) as caught:
         decode("m", "", body, len(body), 1 << 20)
     return caught.value
@@ -91,6 +94,41 @@ def second(**changes: Any) -> dict[str, Any]:
             "input 'x', inputs[1].data[1][1][0]: expected a number, got true",
         ),
         (
+            second(data=[[[1, 2], []], [[3], [4, None]]]),
+            NOT_DOUBLE,
+            "input 'x', inputs[1].data[1][1][1]: expected a number, got null",
+        ),
+        (
+            second(data=[[1, [2]], [[3, ["b", True]]]]),
+            NOT_DOUBLE,
+            "input 'x', inputs[1].data[1][0][1][0]: expected a number, got the string 'b'",
+        ),
+        (
+            second(data=[[1, 2], [3, [4, "b"]]]),
+            NOT_DOUBLE,
+            "input 'x', inputs[1].data[1][1][1]: expected a number, got the string 'b'",
+        ),
+        (
+            b'{"inputs":[{"name":"x","shape":[2],"datatype":"FP32","data":[NaN,"b"]}]}',
+            NOT_DOUBLE,
+            "input 'x', inputs[0].data[1]: expected a number, got the string 'b'",
+        ),
+        (
+            b'{"inputs":[{"name":"x","shape":[3],"datatype":"UINT8","data":[1,NaN,-1]}]}',
+            "Unable to parse 'data': attempt to access JSON non-unsigned-integer as unsigned-integer",
+            "input 'x', inputs[0].data[1]: expected an integer from 0 to 2^64-1, got the number nan",
+        ),
+        (
+            second(data=[1, -1, "b"], datatype="UINT8"),
+            "Unable to parse 'data': attempt to access JSON non-unsigned-integer as unsigned-integer",
+            "input 'x', inputs[1].data[1]: expected an integer from 0 to 2^64-1, got the number -1",
+        ),
+        (
+            second(data=[1, None, 2], datatype="BOOL"),
+            "Unable to parse 'data': attempt to access JSON non-boolean as boolean",
+            "input 'x', inputs[1].data[1]: expected true or false, got null",
+        ),
+        (
             second(data=[1, -1], datatype="UINT8"),
             "Unable to parse 'data': attempt to access JSON non-unsigned-integer as unsigned-integer",
             "input 'x', inputs[1].data[1]: expected an integer from 0 to 2^64-1, got the number -1",
@@ -151,6 +189,31 @@ def test_infer(document: Any, text: str, detail: str) -> None:
     reply = error_reply(error)
     assert reply.headers == ((DETAIL, detail),)
     assert reply.parts == (dumps({"error": text}),), "the body is Triton's"
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_place_of_an_element_in_nested_arrays(seed: int) -> None:
+    rng = random.Random(seed)
+    places: list[str] = []
+
+    def arrays(depth: int, place: str) -> list[Any]:
+        array: list[Any] = []
+        for index in range(rng.randrange(1, 5)):
+            here = f"{place}[{index}]"
+            if depth and rng.random() < 0.8:
+                array.append([] if rng.random() < 0.1 else arrays(depth - 1, here))
+            else:
+                array.append(len(places))
+                places.append(here)
+        return array
+
+    data = arrays(seed % 4, "")
+    places.append(f"[{len(data)}]")
+    data.append(len(places) - 1)
+    wrong = rng.randrange(len(places))
+    text = re.sub(rb"\b%d\b" % wrong, b"null", dumps(data))
+    place = f"input 'x', inputs[1].data{places[wrong]}"
+    assert infer_error(second(data=json.loads(text))).detail == f"{place}: expected a number, got null"
 
 
 def test_a_detail_is_a_header_s_value_whatever_came() -> None:

@@ -7,8 +7,9 @@ form in this protocol.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from itertools import chain
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence, Set
+from itertools import accumulate, chain, islice
 from typing import Any, Final, final
 
 import numpy as np
@@ -28,16 +29,17 @@ _NUMBERS: Final = {
 _NOT_IN_JSON: Final = ("FP16", "BF16")
 
 
+_ZERO_OR_ONE: Final = (0, 1).__contains__
+_NEGATIVE: Final = (0).__gt__  # both are mapped over many integers, where a function of Python's would take too long
+
+
 @final
 class _WrongElement(Exception):
     """An element of a tensor is of another kind than its datatype has. Told by whoever knows where it is."""
 
-    def __init__(
-        self, kind: str, elements: list[Any], fits: Callable[[Any], bool], prefix: str = "Unable to parse 'data': "
-    ) -> None:
+    def __init__(self, kind: str, index: int, prefix: str = "Unable to parse 'data': ") -> None:
         super().__init__(kind)
-        self.kind, self.prefix = kind, prefix
-        self.index = next((index for index, element in enumerate(elements) if not fits(element)), 0)
+        self.kind, self.index, self.prefix = kind, index, prefix
 
 
 def count_elements(name: str, shape: Sequence[int]) -> int:
@@ -67,7 +69,9 @@ def read_data(data: Any, name: str, datatype: str, count: int, limit: int) -> by
             return _read_strings(elements, kinds, name, limit)
         encoded = read_numbers(elements, kinds, name, datatype)
     except _WrongElement as wrong:
-        raise not_a(wrong.kind, wrong.prefix, elements[wrong.index], "data" + _path(values, wrong.index)) from None
+        at = [wrong.index] if elements is values else _path(values, wrong.index)
+        place = "data" + "".join(f"[{each}]" for each in at)
+        raise not_a(wrong.kind, wrong.prefix, elements[wrong.index], place) from None
     if len(elements) != count:
         text = "Failed to parse 'data' field: shape does not match true shape"
         if len(elements) > count:
@@ -97,15 +101,16 @@ def read_numbers(elements: list[Any], kinds: set[type], name: str, datatype: str
         raise invalid(f"invalid datatype for input {name}")
     dtype = numpy_dtype(datatype)
     if dtype.kind == "b":
-        if kinds <= {bool} or (kinds <= {bool, int} and all(element in (0, 1) for element in elements)):
+        if kinds <= {bool} or (kinds <= {bool, int} and all(map(_ZERO_OR_ONE, elements))):
             return np.array(elements, dtype).tobytes()
-        raise _WrongElement(
-            "boolean", elements, lambda each: type(each) is bool or (type(each) is int and each in (0, 1))
-        )
+        head = elements[: _first_of_others(elements, kinds, {bool, int})]
+        fit = list(map(_ZERO_OR_ONE, head))
+        raise _WrongElement("boolean", fit.index(False) if False in fit else len(head))
     kind, allowed = _NUMBERS[dtype.kind]
     if not kinds <= allowed or (dtype.kind == "u" and min(elements, default=0) < 0):
-        least = 0 if dtype.kind == "u" else -math.inf
-        raise _WrongElement(kind, elements, lambda each: type(each) in allowed and each >= least)
+        index = _first_of_others(elements, kinds, allowed)
+        negative = list(map(_NEGATIVE, elements[:index])) if dtype.kind == "u" else []
+        raise _WrongElement(kind, negative.index(True) if True in negative else index)
     try:
         with np.errstate(over="ignore"):  # 1e300 as FP32 is Infinity
             return np.array(elements, dtype).tobytes()
@@ -147,42 +152,67 @@ def _exceeds(name: str, size: int, limit: int) -> InferError:
     )
 
 
+def _first_of_others(elements: list[Any], kinds: set[type], allowed: Set[type]) -> int:
+    """Where the first element of a type that is not allowed is; behind the last one if there is none.
+
+    A loop of Python's over a tensor's elements would hold up the gateway's other requests.
+    """
+    types = list(map(type, elements))
+    return min(map(types.index, kinds - allowed), default=len(elements))
+
+
 def _flatten(values: list[Any]) -> tuple[list[Any], set[type]]:
     """The scalars in order, and of which types they are; one level at a time."""
-    for _ in range(MAX_DEPTH):
+    for depth in range(MAX_DEPTH):
         kinds = set(map(type, values))
         if list not in kinds:
             return values, kinds
-        if len(kinds) == 1:
-            values = list(chain.from_iterable(values))
-        else:  # Triton takes [1,[2,3]] too
-            values = list(chain.from_iterable(value if type(value) is list else (value,) for value in values))
+        if len(kinds) > 1:  # Triton takes [1,[2,3]] too
+            # Each once: levels would look at a scalar as often as arrays beside it are deep.
+            scalars = [value for _, value in _walk(values, MAX_DEPTH - depth)]
+            return scalars, set(map(type, scalars))
+        values = list(chain.from_iterable(values))
     raise too_deep()
 
 
-def _path(values: list[Any], index: int) -> str:
-    """Where the scalar with this number is in nested arrays: "[1][0]"."""
-    open_arrays = [iter(enumerate(values))]
-    at = [0]
+def _walk(values: list[Any], max_depth: int) -> Iterator[tuple[list[int], Any]]:
+    """The scalars of nested arrays in order; the list, the same for all, has the indexes that lead to each."""
+    open_arrays = [iter(values)]
+    at = [-1]
     while open_arrays:
-        for position, value in open_arrays[-1]:
-            at[-1] = position
+        for value in open_arrays[-1]:
+            at[-1] += 1
             if type(value) is list:
-                open_arrays.append(iter(enumerate(value)))
-                at.append(0)
+                if len(at) == max_depth:
+                    raise too_deep()
+                open_arrays.append(iter(value))
+                at.append(-1)
                 break
-            if not index:
-                return "".join(f"[{each}]" for each in at)
-            index -= 1
+            yield at, value
         else:
             open_arrays.pop()
             at.pop()
-    return ""
+
+
+def _path(values: list[Any], index: int) -> list[int]:
+    """The indexes that lead to the scalar with this number in nested arrays."""
+    levels = []
+    while (kinds := set(map(type, values))) == {list}:
+        levels.append(values)
+        values = list(chain.from_iterable(values))
+    at = [index]
+    if list in kinds:
+        at, _ = next(islice(_walk(values, MAX_DEPTH), index, None))
+    for level in reversed(levels):
+        ends = list(accumulate(map(len, level)))
+        array = bisect_right(ends, at[0])
+        at = [array, at[0] - (ends[array - 1] if array else 0), *at[1:]]
+    return at
 
 
 def _read_strings(elements: list[Any], kinds: set[type], name: str, limit: int) -> bytes:
     if not kinds <= {str}:
-        raise _WrongElement("string", elements, lambda each: type(each) is str, "Unable to parse JSON bytes array: ")
+        raise _WrongElement("string", _first_of_others(elements, kinds, {str}), "Unable to parse JSON bytes array: ")
     size = sum(map(len, elements)) + 4 * len(elements)
     if size > limit:
         raise _exceeds(name, size, limit)
