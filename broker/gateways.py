@@ -25,11 +25,11 @@ import msgspec
 from broker.gateway.options import SOCKETS, GatewayOptions, LogOptions, TraceSetting
 from broker.gateway_flags import listeners
 from broker.records import Peer
-from broker.replies import in_memfd
 from broker.supervision import BackOff, Pulse
 from broker.worker_process import describe_exit
 from shm.gateway_counters import GatewayCounters
 from shm.gateway_messages import Exiting, Serving, Settings, Tracing
+from shm.memory import written_memfd
 from shm.messages import Message
 from shm.sockets import close_all
 
@@ -292,8 +292,8 @@ class _Gateway:
 
     def _spawn(self) -> tuple[subprocess.Popen[bytes], int]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        options = in_memfd(msgspec.json.encode(self.options))  # no pipe, whose writer may wait for a reader
-        os.lseek(options, 0, os.SEEK_SET)
+        # No pipe, whose writer may wait for a reader.
+        options = written_memfd("tensorbroker-options", msgspec.json.encode(self.options))
         counters = self._counted()
         try:
             process = subprocess.Popen(

@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import final
 
-from broker.porter_link import Porters, close_politely
 from broker.records import CLIENT, GATEWAY, Peer
-from broker.sessions import HELLO_TIMEOUT_S, Service, Session
+from broker.sessions import HELLO_TIMEOUT_S, Service, Session, close_politely
 from shm import sockets
 from shm.messages import Goodbye, encode
 
@@ -35,10 +34,8 @@ MAX_SESSIONS = 4096
 class Sessions:
     """The open sessions, and the listener that adds to them."""
 
-    def __init__(self, service: Service, *, limit: int | None = None, porters: bool = False) -> None:
-        """`porters`: do they receive what clients hand over (`broker.porter`)? Else the sessions do."""
+    def __init__(self, service: Service, *, limit: int | None = None) -> None:
         self._service = service
-        self._porters = Porters(self._stuck) if porters else None
         self.limit = session_limit() if limit is None else limit
         self.accepted = 0
         self.refused = 0
@@ -63,8 +60,6 @@ class Sessions:
     def listen(self, listener: socket.socket) -> None:
         """Accept connections on `listener` from now on; takes it over."""
         self._listener = listener
-        if self._porters is not None:
-            self._porters.prepare()  # so that nobody's first region waits for its start
         asyncio.get_running_loop().add_reader(listener, self._accept)
 
     def stop_listening(self) -> None:
@@ -90,25 +85,6 @@ class Sessions:
             session.hang_up(reason)
         if self._ending:
             await asyncio.wait(self._ending)
-        if self._porters is not None:
-            await self._porters.end()
-
-    @property
-    def descriptors_held(self) -> int:
-        """What clients have handed over and cannot be closed yet."""
-        return self._porters.held if self._porters is not None else 0
-
-    @property
-    def descriptors_refused(self) -> int:
-        """How many datagrams came with descriptors that nobody could take."""
-        return self._porters.refused if self._porters is not None else 0
-
-    def _stuck(self, session: int) -> None:
-        if (found := self.get(session)) is not None:
-            found.hang_up(
-                "a descriptor that this session passed cannot be closed: whoever serves its file (a FUSE mount?) does "
-                "not answer. Pass memory of create_region() instead"
-            )
 
     # --- accepting -------------------------------------------------------------------------------------------------
 
@@ -145,8 +121,7 @@ class Sessions:
 
     def _open_session(self, connection: socket.socket, pidfd: int, peer: Peer) -> Session:
         hello_s = HELLO_TIMEOUT_S if peer.role == CLIENT else None
-        porters = self._porters if peer.role == CLIENT else None
-        session = Session(connection, pidfd, peer, self._service, on_end=self._forget, hello_s=hello_s, porters=porters)
+        session = Session(connection, pidfd, peer, self._service, on_end=self._forget, hello_s=hello_s)
         self.accepted += 1
         self._open[peer.session] = session
         return session
@@ -164,10 +139,7 @@ class Sessions:
             sockets.send(connection, encode(Goodbye(reason=reason)))
         except OSError:
             pass
-        if self._porters is None:
-            close_politely(connection)
-        else:
-            self._porters.close(0, connection)
+        close_politely(connection)
 
     def _pause(self, error: OSError) -> None:
         assert self._listener is not None

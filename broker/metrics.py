@@ -18,14 +18,12 @@ go back while the broker runs.
                 open_bytes, pinned_bytes
     gpus        UUID → total_memory, bytes; used_memory where a worker has come to use it
     client_gpu_bytes  session → bytes of its CUDA regions
-    descriptors_held  that clients have passed and cannot be closed, descriptors_refused  datagrams of clients for whose
-                descriptors there was no porter (`broker.porter_link`)
     gateways    index → restarts, hangs (restarts of one that gave no sign of life)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from itertools import islice
 from typing import Any, Protocol, final
 
@@ -109,20 +107,6 @@ class Worker(Protocol):
     restarts: int
 
 
-class Sessions(Protocol):
-    """What is asked of the sessions, beside how many there are."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def descriptors_held(self) -> int:
-        """What clients have handed over and cannot be closed yet."""
-
-    @property
-    def descriptors_refused(self) -> int:
-        """How many datagrams came with descriptors that nobody could take."""
-
-
 class Gateways(Protocol):
     """What is asked of the gateways."""
 
@@ -146,7 +130,7 @@ class MetricsDocument:
         workers: Iterable[Worker],
         registry: Registry,
         channels: Channels,
-        sessions: Sessions,
+        sessions: Sized,
         gateways: Gateways,
         gpus: Callable[[], dict[str, Any]] = lambda: {"gpus": []},
     ) -> None:
@@ -171,8 +155,6 @@ class MetricsDocument:
             "region_limit": self._registry.quota.limit,
             "clients": {str(session): count for session, count in islice(self._depths(), MAX_CLIENTS)},
             "sessions": len(self._sessions),
-            "descriptors_held": self._sessions.descriptors_held,
-            "descriptors_refused": self._sessions.descriptors_refused,
             "workers": {worker.key: self._worker(worker) for worker in self._workers},
             "cache": self._cache(),
             "gpu_memory": dict(self._gpu_memory()),

@@ -111,7 +111,7 @@ class Server:
             trace_state=TraceState(options.trace.file, options.trace.settings),
         )
         self._control.cuda_worker = self._workers.on_gpu
-        self._sessions = status.sessions = Sessions(self._control, porters=True)
+        self._sessions = status.sessions = Sessions(self._control)
         self._workers.plans = plans
         self._workers.on_channel_broken = self._channel_broken
         self._workers.on_session_wanted = StepSessions(self._sessions).open

@@ -21,12 +21,11 @@ from typing import NamedTuple, Protocol, final
 
 import msgspec
 
-from broker.porter_link import NotTaken, Outcome, Porters, Taken, close_politely
 from broker.records import OURS, Peer
-from broker.replies import failure, id_of, in_memfd
 from shm import sockets
 from shm.errors import Code, InferError, ProtocolError
 from shm.lease_messages import KeepLoaded
+from shm.memory import written_memfd
 from shm.messages import (
     MAX_DATAGRAM,
     PROTOCOL,
@@ -34,6 +33,7 @@ from shm.messages import (
     Failure,
     Goodbye,
     Hello,
+    Id,
     Large,
     LoadModel,
     Message,
@@ -79,6 +79,12 @@ class Service(Protocol):
         """Give back everything the session holds. Raises nothing."""
 
 
+class _Envelope(msgspec.Struct):
+    """What can be read of a request that is otherwise wrong."""
+
+    id: Id = 0
+
+
 @final
 class Session:
     """Owns the socket and the pidfd of one client. `closed` is done when everything it held has been given back."""
@@ -92,9 +98,8 @@ class Session:
         *,
         on_end: Callable[[Session], None],
         hello_s: float | None = HELLO_TIMEOUT_S,
-        porters: Porters | None = None,
     ) -> None:
-        """`hello_s`: within which Hello must come; None: whenever. `porters`: None for the broker's own processes."""
+        """`hello_s`: within which Hello must come; None: whenever."""
         self.peer = peer
         self._on_end = on_end
         self.library = ""
@@ -102,8 +107,6 @@ class Session:
         self._socket = connection
         self._pidfd = pidfd
         self._service = service
-        self._porters = porters
-        self._taking = False
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[tuple[Request, list[int], int]] = deque()
         self._waiting_bytes = 0
@@ -146,11 +149,7 @@ class Session:
         os.close(self._pidfd)
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
-        if self._porters is None:
-            close_politely(self._socket)
-        else:
-            self._porters.forget(self.peer.session)
-            self._porters.close(self.peer.session, self._socket)
+        close_politely(self._socket)
         for _, fds, _ in self._waiting:
             sockets.close_all(fds)
         self._waiting.clear()
@@ -190,14 +189,12 @@ class Session:
             if self._ended:
                 return
             try:
-                if self._porters is not None and sockets.brings_descriptors(self._socket):
-                    self._have_taken(self._porters)
-                    return
                 datagram = sockets.receive(self._socket)
             except BlockingIOError:
                 return
-            except ProtocolError as error:
-                self._cut_short(error)
+            except ProtocolError as error:  # cut short: what was in it, and whether a reply is awaited, is lost
+                self._refuse(error, 0)
+                self.hang_up(error.message)
                 return
             except OSError as error:
                 self.end(f"cannot be read: {error.strerror}")
@@ -207,40 +204,12 @@ class Session:
                 return
             self._take(*datagram)
 
-    def _have_taken(self, porters: Porters) -> None:
-        """Nothing is read until the porter has taken the datagram that brings descriptors."""
-        if not (why := porters.take(self.peer.session, self._socket, self._taken)):
-            self._taking = True
-            self._loop.remove_reader(self._socket)
-        elif (datagram := sockets.receive(self._socket, room=0)) is not None:
-            self.send(Failure(id=id_of(datagram[0]), code=Code.UNAVAILABLE.name, message=why))
-
-    def _taken(self, outcome: Outcome) -> None:
-        self._taking = False
-        if self._ended:
-            if isinstance(outcome, Taken):
-                sockets.close_all(outcome.fds)
-            return
-        if self._drained.is_set():
-            self._loop.add_reader(self._socket, self._read)
-        if isinstance(outcome, Taken):
-            self._take(*outcome)
-        elif isinstance(outcome, ProtocolError):
-            self._cut_short(outcome)
-        elif isinstance(outcome, NotTaken):
-            self.hang_up(outcome.reason) if outcome.reason else self.end("hung up")
-
-    def _cut_short(self, error: ProtocolError) -> None:
-        """What was in a datagram, and whether a reply is awaited, is lost."""
-        self._refuse(error, 0)
-        self.hang_up(error.message)
-
     def _take(self, data: bytes, fds: list[int]) -> None:
         try:
             request = decode_request(data)
         except ProtocolError as error:
             sockets.close_all(fds)
-            self._refuse(error, id_of(data))
+            self._refuse(error, _id_of(data))
             if not self._greeted or self._errors_in_a_row >= MAX_ERRORS:
                 self.hang_up(error.message)
             return
@@ -318,7 +287,7 @@ class Session:
         data = encode(message)
         try:
             if len(data) > MAX_DATAGRAM:
-                memory = in_memfd(data)
+                memory = written_memfd("tensorbroker-reply", data)
                 try:
                     self._transmit(encode(Large(id=message.id, byte_size=len(data))), [memory])
                 finally:
@@ -367,10 +336,50 @@ class Session:
             self._stalled.cancel()
         if not self._drained.is_set():
             self._drained.set()
-            if not self._taking:
-                self._loop.add_reader(self._socket, self._read)
+            self._loop.add_reader(self._socket, self._read)
 
     def _watch_progress(self) -> None:
         if self._stalled:
             self._stalled.cancel()
         self._stalled = self._loop.call_later(STALL_TIMEOUT_S, self.end, "has not read its replies for 5 s")
+
+
+def failure(request_id: int, error: Exception) -> Failure:
+    """What a client is told of `error`: never a traceback, never a path or a name it did not send."""
+    if isinstance(error, InferError):
+        return Failure(id=request_id, code=error.code, message=error.message)
+    if isinstance(error, OSError):
+        log.warning("a request failed: %s", error)
+        return Failure(
+            id=request_id, code=Code.UNAVAILABLE.name, message=f"the broker is short of resources: {error.strerror}"
+        )
+    log.error("a request failed by a defect of the broker", exc_info=error)
+    return Failure(
+        id=request_id, code=Code.INTERNAL.name, message="internal error of the broker; its log has the details"
+    )
+
+
+def close_politely(connection: socket.socket) -> None:
+    """Close so that the peer can still read what was sent: closing with unread input would reset it instead."""
+    try:
+        connection.shutdown(socket.SHUT_RD)  # from here on the peer can send nothing more, so this ends
+        while (datagram := _receive_anything(connection)) is not None:
+            sockets.close_all(datagram)
+    except OSError:
+        pass
+    connection.close()
+
+
+def _receive_anything(connection: socket.socket) -> list[int] | None:
+    try:
+        datagram = sockets.receive(connection)
+    except ProtocolError:
+        return []
+    return None if datagram is None else datagram[1]
+
+
+def _id_of(data: bytes) -> int:
+    try:
+        return msgspec.msgpack.decode(data, type=_Envelope).id
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return 0

@@ -237,10 +237,11 @@ class WorkerProcess:
         """Take what is there, up to a limit that leaves the loop time for others. True: there may be more."""
         for _ in range(256):
             try:
-                datagram = receive(self._link, room=0)  # a worker has nothing to hand over
+                datagram = receive(self._link)
                 if datagram is None:
                     self._link_ended()
                     return False
+                close_all(datagram[1])
                 self._take(decode_to_broker(datagram[0]))
             except BlockingIOError:
                 return False

@@ -21,6 +21,7 @@ from shm.layout import (
     ASKS,
     AWAY,
     CANCEL,
+    CODE_MASK,
     COMPLETION,
     CONSUMED,
     CTAIL,
@@ -77,6 +78,8 @@ class ClientChannel:
         "_pending",
         "_poller",
         "_positions",
+        "_ran",
+        "_ran_at",
         "_rung",
         "_sleeps",
         "_spin",
@@ -98,6 +101,7 @@ class ClientChannel:
         self._bell, self.pipe_fd = bell_fd, pipe_fd
         self._spin = spin_s if FENCE_IS_FULL else 0.0
         self._took = 0  # ns, of the last completion
+        self._ran = self._ran_at = 0  # see `ran`, and how many completions it has seen
         self._free = list(range(slots - 1, -1, -1))
         self._pending: list[Settles | None] = [None] * slots
         self._positions = [0] * slots
@@ -126,11 +130,19 @@ class ClientChannel:
 
     @property
     def ran(self) -> int:
-        """How long the request ran that ended last, without what it waited for (ns); 0: none has."""
-        if not self._consumed:
-            return 0
-        at = self._geometry.completions + 8 * (self._consumed - 1 & self._geometry.completion_mask)
-        return sum(self._words[at + 4 : at + 7])
+        """How long the request ran that ended well last, without what it waited for (ns); 0: none has.
+
+        What failed may never have run: a worker that fails everything at once must not look like the fastest.
+        Completions are looked at here, once each, and not where they are reaped: most clients never ask.
+        """
+        words, geometry, upto = self._words, self._geometry, self._consumed
+        for number in range(upto, max(self._ran_at, upto - geometry.completion_mask - 1), -1):
+            at = geometry.completions + 8 * (number - 1 & geometry.completion_mask)
+            if words[at] == number and words[at + 2] & (FINAL | CODE_MASK) == FINAL:
+                self._ran = sum(words[at + 4 : at + 7])
+                break
+        self._ran_at = upto
+        return self._ran
 
     def ahead(self) -> int:
         """How long (ns, coarse) the worker will be at what it has, of all clients, as it said last; asks it to say so.

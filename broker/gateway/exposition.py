@@ -305,11 +305,7 @@ def _memory(document: Document) -> Iterator[Metric]:
     limit.add_metric((), document["region_limit"])
     sessions = GaugeMetricFamily("tensorbroker_sessions", "Open sessions, those of gateways included")
     sessions.add_metric((), document["sessions"])
-    held = GaugeMetricFamily("tensorbroker_descriptors_held", "Descriptors of clients that cannot be closed")
-    held.add_metric((), document["descriptors_held"])
-    refused = CounterMetricFamily("tensorbroker_descriptors_refused", "Datagrams whose descriptors could not be taken")
-    refused.add_metric((), document["descriptors_refused"])
-    yield from (limit, sessions, held, refused)
+    yield from (limit, sessions)
 
 
 def _kept(document: Document) -> Iterator[Metric]:

@@ -344,7 +344,8 @@ class Control:
         return True
 
     def _on_Ping(self, message: messages.Ping, fds: list[int]) -> bool:
-        self._regions.measure()
+        if not self._models.is_loading:  # the driver may hold its lock for seconds, and everybody waits for this thread
+            self._regions.measure()
         return True
 
     # --- the end ------------------------------------------------------------------------------------------------

@@ -28,12 +28,14 @@ _WAIT_EVENT = 10  # of `shm.layout.SUBMISSION`
 
 @final
 class Held:
-    """All of a worker's. `queue` and `end` are called on a thread of its own."""
+    """All of a worker's. `queue`, `end` and `take_back`, which ends what is still queued, are called on a thread of its
+    own.
+    """
 
-    __slots__ = ("_end", "_lock", "_queue", "_waiters")
+    __slots__ = ("_end", "_lock", "_queue", "_take_back", "_waiters")
 
-    def __init__(self, queue: Queue, end: End) -> None:
-        self._queue, self._end = queue, end
+    def __init__(self, queue: Queue, end: End, take_back: Queue) -> None:
+        self._queue, self._end, self._take_back = queue, end, take_back
         self._lock = threading.Lock()  # of the models' counts
         self._waiters: Waiters | None = None
 
@@ -65,6 +67,8 @@ class Held:
         if error is None:
             _forget_event(request)
             self._queue([request])
+            if request.ended:  # by somebody who found nothing queued, after the last look at its event
+                self._take_back([request])
         else:
             failure = as_infer_error(error)
             self._end([request], Code[failure.code], failure.message)

@@ -55,7 +55,7 @@ class Loop:
         self._ran_short = False  # by a leader, since it slept last
         self._block = own_block
         self._backlog = Backlog(self.scheduler)
-        self._held = Held(self.submit, self.end)
+        self._held = Held(self.submit, self.end, self.take_back)
         self._taken = 0  # since the last flush
         self._watch_fd = watch_fd  # wakes the control thread: look after the leader
 
@@ -72,17 +72,21 @@ class Loop:
         """Stop watching, and end what is queued: it never runs."""
         channel.broken = channel.broken or "detached"
         self.hot_set.remove(channel)
-        self.end(self.scheduler.drop(channel), Code.CANCELLED, "the session ended")
+        self._drop(channel)
         for request in channel.live:
             if request is not None:
                 request.ended = request.ended or Code.CANCELLED  # a stream has nobody to go on for
                 withdraw(request)
+        self._drop(channel)  # what was held may have been queued before it was marked
         self.wake()  # it may be hot: a leader that sleeps would keep its memory mapped
+
+    def _drop(self, channel: WorkerChannel) -> None:
+        self.end(self.scheduler.drop(channel), Code.CANCELLED, "the session ended")
 
     def release(self, channel: WorkerChannel) -> None:
         """Nothing of a detached channel runs any more."""
         self._attached = [other for other in self._attached if other is not channel]
-        self._backlog.look(self._attached, _now())  # which must not keep its memory mapped
+        self._backlog.look(self._attached, _now(), self.turn.overdue)  # which must not keep its memory mapped
 
     def submit(self, requests: list[Request]) -> None:
         """Queue steps of an ensemble, or what was held, from any thread."""
@@ -104,11 +108,11 @@ class Loop:
     def watch(self, now: int) -> None:
         """The control thread's look after the leader, every 10 ms while there is traffic."""
         self.turn.depose(now, DEPOSE_NS)
-        streaming = self.scheduler.look_at_streams()
-        self._backlog.look(self._attached, now)
+        left = self.scheduler.look_at_models(now)
+        self._backlog.look(self._attached, now, self.turn.overdue)
         self._block[statistics.IN_FLIGHT] = self.scheduler.in_flight()  # streams end on threads that tell nobody
         self.scheduler.close_retired(now)
-        if not streaming and self._quiet(now):
+        if not left and self._quiet(now):
             self.busy = False
             if not self._quiet(now):  # traffic that came in between saw that somebody looks
                 self.busy = True
@@ -372,7 +376,7 @@ class Loop:
         self._block[statistics.TAKEN] += self._taken
         self._taken = 0
         self._block[statistics.IN_FLIGHT] = self.scheduler.in_flight()
-        if self._backlog.asked:
+        if self._backlog.asked and self._backlog.has_news():
             self._backlog.tell(_now())
         while self._ran_inline:  # a deposed leader may add to it meanwhile
             self._ran_inline.pop().flush()

@@ -276,7 +276,8 @@ class LoadedModel:
         if instances == 1 or waiting < 2 or not self._may_share:
             return 0
         part, typical = max(1, waiting // instances), instance.typical
-        most = next((rows for rows in range(waiting, 1, -1) if rows in typical), 0)  # as many as it has shown of these
+        # As many as it has shown of these. A copy: inline runs of other threads add to it.
+        most = max((rows for rows in list(typical) if 1 < rows <= waiting), default=0)
         whole, piece, single = typical.get(most, 0), typical.get(part, 0), typical.get(1, 0)
         self.shares += 1
         if whole and self.shares <= RECHECK:
@@ -358,6 +359,13 @@ class LoadedModel:
         """Its responses have some: what runs at once is answered without a note. Before the first binding runs."""
         self.gives_parameters = True
         self.alone = self.immediate = False
+
+    def look(self, now: int) -> bool:
+        """End streams that nobody can answer or wants, and what is kept too long. Is any left? (Control thread)"""
+        if self.streams is not None:
+            self.streams.look()
+        kept = self.ensemble is not None and self.ensemble.expire(now)
+        return kept or bool(self.streams)
 
     def flush(self) -> None:
         """Write the statistics of what has run inline."""

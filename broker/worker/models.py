@@ -76,6 +76,11 @@ class ModelTable:
         """Is it under way no more?"""
         return load not in self._loading
 
+    @property
+    def is_loading(self) -> bool:
+        """Is any load under way?"""
+        return bool(self._loading)
+
     def give_up(self, load: Load) -> bool:
         """Let it not serve when it is ready. False: it is not under way, or serves already."""
         with self.lock:
@@ -218,6 +223,10 @@ class ModelTable:
         with self.lock:
             for model in models:
                 model.pins -= 1
+
+    def look_later(self) -> None:
+        """An ensemble keeps something for a while: the control thread is to look after it, with or without traffic."""
+        self._loop.ask_for_watch()
 
     def adopt(self, plan: Plan, model: LoadedModel) -> None:
         """Give a step's plan its model, which is pinned."""

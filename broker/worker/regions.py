@@ -7,6 +7,7 @@ it is closed when no plan names it any more (`Region.close`). CUDA is imported w
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, final
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.worker.messages import AddRegion
+from shm.errors import InferError
 from shm.regions import MappedMemory, shrunk
 from shm.statistics import GPU_USED
 
@@ -179,11 +181,12 @@ class RegionTable:
                 found.events.end()
 
     def measure(self) -> None:
-        """Write into the worker's words how much of its GPU is in use, as far as it uses that."""
+        """Write into the worker's words how much of its GPU is in use, as far as it uses that and the driver says."""
         if self._device and self._words is not None:
             from broker.worker.cuda.windows import used_memory
 
-            self._words[GPU_USED] = used_memory(self._device)
+            with contextlib.suppress(InferError):  # a lost context ends the worker where a request meets it
+                self._words[GPU_USED] = used_memory(self._device)
 
     def get(self, region: int, generation: int) -> Region | None:
         """None: never added, or retired."""

@@ -33,6 +33,8 @@ def run_watched(instance: Instance, run: Callable[[], None], rows: int, began: i
 
 def fail(instance: Instance, request: Request, error: Exception, began: int) -> None:
     """Give the request its bad ending, in one line, and count it."""
+    # One that a backend raised from another exception is its answer. What `OWN_CODE` raises is none: it comes from what
+    # is no Exception.
     if not (isinstance(error, InferError) and isinstance(error.__cause__, Exception)):
         complain(instance.model.config, error)
     if isinstance(error, InferError):

@@ -40,7 +40,7 @@ class Scheduler:
         self.queued: list[LoadedModel] = []  # models with something queued
         self.suspects: deque[Request] = deque()
         self.alone = False  # a suspect runs
-        self.running = 0  # batches, the leader's inline ones not counted
+        self.running: list[Instance] = []  # a batch; those that the leader runs at once are not listed
         self.deadline = 0
         self.timed: list[LoadedModel] = []  # those whose queues let requests go by themselves
         self.serving: tuple[LoadedModel, ...] = ()  # those that take new requests
@@ -257,7 +257,7 @@ class Scheduler:
         return self._begin(batch)
 
     def _begin(self, batch: Batch) -> Batch:
-        self.running += 1
+        self.running.append(batch.instance)
         streams = batch.instance.model.streams
         if streams is not None:  # from now on they are among the model's streams; what runs once more is already
             self._requests -= sum(request not in streams.again for request in batch.requests)
@@ -287,7 +287,7 @@ class Scheduler:
                 if instance.model.claims and self.limiter is not None:
                     self.limiter.end(instance.model.claims[instance.index])
             instance.model.free_again(instance)
-            self.running -= 1
+            self.running.remove(instance)
             if instance.model.streams is None:
                 self._requests -= len(batch.requests)
             self.alone = self.alone and not batch.alone
@@ -354,12 +354,11 @@ class Scheduler:
                 model.queue.drain(replaced_at + SEQUENCES_NS)
             self.retired.append(model)
 
-    def look_at_streams(self) -> bool:
-        """End what nobody can answer any more, or nobody wants; is anything left?"""
-        streams = [model.streams for model in (*self.serving, *self.retired) if model.streams is not None]
-        for some in streams:
-            some.look()
-        return any(streams)
+    def look_at_models(self, now: int) -> bool:
+        """End what nobody can answer any more, nobody wants, or was kept long enough; is anything left?"""
+        models = [model for model in (*self.serving, *self.retired) if model.streams is not None or model.ensemble]
+        left = [model.look(now) for model in models]
+        return any(left)
 
     def reserve(self, model: LoadedModel, count: int) -> tuple[list[int], int]:
         """It is to have `count` instances: the indexes of those it lacks, and how many it was to have until now."""

@@ -63,6 +63,11 @@ class Turn:
         """Is the leader running a batch itself, or one that was deposed?"""
         return bool(self._entered or self._overdue)
 
+    @property
+    def overdue(self) -> bool:
+        """Is a leader that was deposed still inside its batch?"""
+        return self._overdue > 0
+
     def leave(self, term: int) -> bool:
         """The batch is over. False: this term was ended meanwhile, another thread leads."""
         with self._guard:

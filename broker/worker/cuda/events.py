@@ -37,9 +37,8 @@ RECOVERY: Final = 10  # a client is waited for as long as the tenth of the time 
 AWAKE_NS: Final = 100_000  # after which the thread sleeps between two looks
 PAUSE_S: Final = 50e-6
 LOOKS: Final = 4  # times as long as it took to look at all that wait, where that is more
-LINGER_S: Final = (
-    1.0  # a thread that has nothing to look at stays for the next: to start one takes longer than most wait
-)
+FEW: Final = 4  # that wait: looking at them again and again takes next to nothing from who runs
+LINGER_S: Final = 1.0  # that a thread with nothing to look at stays for the next: to start one takes longer than most
 _now = time.monotonic_ns
 _counting = threading.Lock()
 
@@ -242,7 +241,7 @@ class Waiters:
             for each in over:
                 self._waiting.remove(each)
         ended = _now()
-        if ended - waiting[-1].since < AWAKE_NS:
+        if len(waiting) <= FEW and (over or ended - waiting[-1].since < AWAKE_NS):
             os.sched_yield()
-        elif not over:
+        else:
             time.sleep(max(PAUSE_S, LOOKS * (ended - began) / 1e9))

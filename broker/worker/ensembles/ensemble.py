@@ -48,6 +48,9 @@ class Members(Protocol):
     def adopt(self, plan: Plan, model: LoadedModel) -> None:
         """Bind a step's plan."""
 
+    def look_later(self) -> None:
+        """Have `Ensemble.expire` called until it says that nothing is left."""
+
 
 class Ensemble:
     """One loaded version. `submit` queues steps, `take_back` ends those that still wait."""
@@ -197,11 +200,18 @@ class Ensemble:
                 del bindings[next(iter(bindings))]
             bindings[self._key(request)] = prepared
 
-    def keep_undelivered(self, request: Request, outputs: Outputs) -> None:
+    def keep_undelivered(self, request: Request, outputs: Outputs, now: int) -> None:
         """A sequence's step has run, and its client had too little room for what it gave."""
         assert isinstance(request.plan, Plan)
         with self._lock:
-            self._undelivered.keep((request.plan.owner, request.sequence_id), outputs, time.monotonic_ns())
+            self._undelivered.keep((request.plan.owner, request.sequence_id), outputs, now)
+        self._members.look_later()
+
+    def expire(self, now: int) -> bool:
+        """What nobody has asked for in time goes. Is anything left?"""
+        with self._lock:
+            self._undelivered.expire(now)
+            return len(self._undelivered) > 0
 
     def undelivered(self, request: Request) -> Outputs | None:
         """What `request`, a step of a sequence, asks for once more: that has run. None: it is to run.

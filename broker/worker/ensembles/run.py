@@ -310,7 +310,7 @@ class Run(Withdrawable):
         given = {tensor.name: self._values[tensor.name] for tensor in self._plan.outputs}
         on_host = all(value.region.gpu is None for value in given.values())
         if on_host and worth_keeping(value.byte_size for value in given.values()):
-            self._ensemble.keep_undelivered(self._request, Outputs.copied(given))
+            self._ensemble.keep_undelivered(self._request, Outputs.copied(given), _now())
 
     # --- the answer ---------------------------------------------------------------------------------------------
 
