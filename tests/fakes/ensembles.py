@@ -135,6 +135,7 @@ class Workbench:
         self.regions = RegionTable()
         self.regions.add(self.memory.info, self.memory.fd)
         self.takes_ns = 1000  # each step, as far as is known before
+        self.looks = 0  # that were asked for
         self.refuse = ""  # why no step is queued any more
         self.meanwhile: Callable[[], None] = lambda: None  # what another thread does while steps are being queued
         self._used = 0
@@ -176,6 +177,9 @@ class Workbench:
     def unpin(self, models: Iterable[LoadedModel]) -> None:
         for model in models:
             model.pins -= 1
+
+    def look_later(self) -> None:
+        self.looks += 1
 
     def adopt(self, plan: Plan, model: LoadedModel) -> None:
         assert model.pins > 0

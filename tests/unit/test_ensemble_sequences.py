@@ -11,7 +11,9 @@ from broker.repository.scheduling import SequenceBatching, Step
 from broker.worker import undelivered
 from broker.worker.ensembles.memory import Outputs
 from broker.worker.intake import take_in
+from broker.worker.scheduler import Scheduler
 from broker.worker.strategies import OldestSequences
+from broker.worker.turn import Turn
 from shm.admission import Request
 from shm.errors import Code
 from shm.layout import SEQUENCE_AGAIN, SEQUENCE_END, SEQUENCE_START
@@ -110,6 +112,22 @@ def test_it_goes_with_its_client(growing):
     assert len(ensemble._undelivered) == 1
     ensemble.gone(3)
     assert len(ensemble._undelivered) == 0
+
+
+def test_it_goes_when_its_time_is_over_whatever_else_comes(growing):
+    scheduler = Scheduler(Turn())
+    model = growing.plans[0].model
+    scheduler.serve([growing.bench.models["m"], model])
+    assert not scheduler.look_at_models(0)
+    growing.ask(100, SEQUENCE_START)
+    assert growing.bench.looks == 1, "there may be no traffic"
+    until = model.ensemble._undelivered.until
+    assert scheduler.look_at_models(until - 1), "to be looked at again"
+    assert len(model.ensemble._undelivered) == 1
+    assert not scheduler.look_at_models(until)
+    assert len(model.ensemble._undelivered) == 0
+    again = growing.ask(1, SEQUENCE_AGAIN, wide=True)
+    assert b"begin the sequence again (nobody asked for it within 30 s)" in again.note
 
 
 def test_what_is_too_large_to_keep_is_not_copied(growing, monkeypatch):
