@@ -28,6 +28,21 @@ def sealed_memfd(name: str, byte_size: int) -> int:
     return fd
 
 
+def written_memfd(name: str, data: bytes) -> int:
+    """A memfd that holds `data`, which nobody can change, to be read from its start."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
+        os.lseek(fd, 0, os.SEEK_SET)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
 def map_words(fd: int, byte_size: int) -> tuple[mmap.mmap, memoryview]:
     """The shared mapping of `fd` and its view as 64-bit words.
 

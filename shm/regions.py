@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shm.capacity import check_room, memory_room, no_space
-from shm.descriptor_kinds import kind_of
+from shm.descriptor_kinds import filesystem_of
 from shm.errors import Code, InferError
 from shm.memory import pages, sealed_memfd
 
@@ -315,7 +315,7 @@ def _open_key(key: str, bare: str) -> int:
     at, number = -1, errno.EACCES
     try:
         at = os.open(f"{_SHM_DIRECTORY}/{bare}", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-        if (kind := kind_of(at)) is not None and kind.filesystem != os.stat(_SHM_DIRECTORY).st_dev:
+        if filesystem_of(at) not in (None, os.stat(_SHM_DIRECTORY).st_dev):
             raise _cannot_open(key, "it is not a shared memory object (another file system is mounted there)")
         for access in (os.O_RDWR, os.O_RDONLY):
             with contextlib.suppress(PermissionError):

@@ -13,7 +13,7 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import final
 
 from shm.errors import ProtocolError
@@ -23,7 +23,7 @@ MAX_FDS = 16  # per datagram, as received; more are closed by the kernel and rep
 MAX_PATH = 107  # sun_path is 108 bytes with its terminating zero
 SO_PEERPIDFD = 77  # asm-generic/socket.h, since Linux 6.5
 _RECEIVE = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
-_FD = struct.calcsize("i")
+_ANCILLARY = socket.CMSG_SPACE(MAX_FDS * 4)
 
 
 @final
@@ -71,23 +71,14 @@ def send(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> None:
         sock.send(data, socket.MSG_NOSIGNAL)
 
 
-def receive(
-    sock: socket.socket,
-    *,
-    longest: int = MAX_DATAGRAM,
-    room: int = MAX_FDS,
-    drop: Callable[[list[int]], None] | None = None,
-) -> tuple[bytes, list[int]] | None:
+def receive(sock: socket.socket) -> tuple[bytes, list[int]] | None:
     """One datagram and its descriptors (close-on-exec, owned by the caller), or None at end of file.
 
-    `longest`: of datagrams, in bytes. `room`: for how many descriptors; 0: for none, the kernel drops those that come.
-    `drop`: closes those that cannot be returned (`close_all`). Raises BlockingIOError when nothing is there,
-    ProtocolError when the datagram was cut short, DescriptorsLost when only its descriptors were (whatever arrived of
-    them is dropped).
+    Raises BlockingIOError when nothing is there, ProtocolError when the datagram was cut short, DescriptorsLost when
+    only its descriptors were (whatever arrived of them is closed).
     """
-    drop = drop or close_all
     try:
-        data, ancillary, flags, _ = sock.recvmsg(longest, socket.CMSG_SPACE(room * _FD) if room else 0, _RECEIVE)
+        data, ancillary, flags, _ = sock.recvmsg(MAX_DATAGRAM, _ANCILLARY, _RECEIVE)
     except ConnectionResetError:
         return None
     fds: list[int] = []
@@ -96,28 +87,19 @@ def receive(
             received = array.array("i")
             received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
             fds.extend(received)
-    lost = len(fds) > MAX_FDS or (room and flags & socket.MSG_CTRUNC)
-    if lost or flags & socket.MSG_TRUNC:
-        drop(fds)
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        close_all(fds)
         if flags & socket.MSG_TRUNC:
-            raise ProtocolError(f"a datagram is longer than {longest} bytes")
+            raise ProtocolError(f"a datagram is longer than {MAX_DATAGRAM} bytes")
         raise DescriptorsLost(
             f"the descriptors of a datagram were cut short: at most {MAX_FDS} travel with one, and this process must"
             " have as many free (RLIMIT_NOFILE)",
             data,
         )
     if not data:  # indistinguishable from end of file; nobody who follows the protocol sends it
-        drop(fds)
+        close_all(fds)
         return None
     return data, fds
-
-
-def brings_descriptors(sock: socket.socket) -> bool:
-    """Do any come with the next datagram? Looks, and receives none. Raises BlockingIOError when nothing is there."""
-    try:
-        return bool(sock.recvmsg(1, 0, socket.MSG_PEEK | socket.MSG_DONTWAIT)[2] & socket.MSG_CTRUNC)
-    except ConnectionResetError:
-        return False
 
 
 def close_all(fds: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Rows R-18 and R-19: descriptors that come as pools and are none; files of a FUSE mount that is stopped among them."""
+"""Rows R-18 and R-19: descriptors that come as pools and are none; a FUSE mount that is stopped over shared memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from typing import Any
 import posix_ipc
 import pytest
 
-from tests.fakes.broker import HandClient, descriptor, pool
-from tests.faults import child, raw
-from tests.faults.fuse import CannotMount, StoppedFile, covered_by_stopped
+from tests.fakes.broker import descriptor
+from tests.faults import raw
+from tests.faults.fuse import CannotMount, covered_by_stopped
 from tests.faults.lab import Lab
-from tests.faults.nursery import eventually
 
 MFD_HUGETLB = 4
-AT_ONCE = 16  # descriptors of one datagram; half as many stuck ones have the porter replaced
 SEALS = {"SHRINK": fcntl.F_SEAL_SHRINK, "GROW": fcntl.F_SEAL_GROW, "SEAL": fcntl.F_SEAL_SEAL}
 
 
@@ -95,59 +93,6 @@ def test_r18_r19_descriptors_that_are_no_pools(lab: Lab) -> None:
     lab.settled()
 
 
-# --- whoever closes them waits for a process of their sender's -------------------------------------------------------
-
-
-def _hand_over(directory: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    with contextlib.ExitStack() as stack:
-        try:
-            stopped = StoppedFile(Path(directory))
-        except CannotMount as error:
-            return {"cannot": str(error)}
-        stack.callback(stopped.end)
-        fds = [stopped.open() for _ in range(AT_ONCE)]
-        clients = [stack.enter_context(contextlib.closing(raw.session())) for _ in range(5)]
-        stopped.stop()
-        pools, loads, unasked, unread, later = clients
-        found["pool"] = raw.outcome(pools.ask("RegisterPool", fds[:1], name="p", byte_size=4096))
-        found["load"] = raw.outcome(loads.ask("LoadModel", fds[1:2], model="add1", parameters=True))
-        found["unasked"] = raw.outcome(unasked.ask("ListRegions", fds))
-        unread.send("ListRegions", fds)
-        unread.close()
-        found["ends"] = [raw.outcome(client.receive()) for client in (pools, loads, unasked)]
-        found["later"] = raw.outcome(later.ask("RegisterPool", fds[:1], name="p", byte_size=4096))
-        found["later, then"] = raw.outcome(later.receive())
-        with descriptor(pool(4096)) as fd, contextlib.closing(raw.session()) as other:
-            found["others"] = raw.outcome(other.ask("RegisterPool", [fd], name="r", byte_size=4096))
-        child.say(found)
-        child.hear()
-    return found
-
-
-def test_files_that_nobody_can_close(lab: Lab, tmp_path: Path) -> None:
-    """They never reach the broker: it serves everybody, ends their sessions, and holds nothing once they can go."""
-    offender = lab.start(_hand_over, directory=str(tmp_path), valid=False)
-    found = offender.heard()
-    if reason := found.get("cannot"):
-        lab.settled()
-        pytest.skip(f"no FUSE mount can be made here: {reason}")
-    for asked in ("pool", "later"):
-        assert found[asked][0] == "INVALID_ARG", found[asked]
-    assert "explicit" in found["load"][1], found["load"]
-    assert found["unasked"] == ["Regions", ""]
-    for code, reason in [*found["ends"], found["later, then"]]:
-        assert code == "hung up"
-        assert "cannot be closed" in reason
-    assert found["others"] == ["RegionInfo", ""]
-    assert lab.status()["workers"], "the broker answers while they wait"
-    eventually(lambda: _held(lab) > 0, "the metric tells")
-    offender.tell(0)
-    offender.result()
-    eventually(lambda: _held(lab) == 0, "all are closed")
-    lab.settled()
-
-
 def _register_what_is_covered() -> dict[str, Any]:
     found: dict[str, Any] = {}
     with raw.named_memory(4096) as key, contextlib.closing(raw.session()) as client:
@@ -169,11 +114,3 @@ def test_a_mount_over_shared_memory(lab: Lab) -> None:
     assert found["covered"][0] == "INVALID_ARG"
     assert "another file system is mounted there" in found["covered"][1]
     assert found["bare"] == ["RegionInfo", ""]
-
-
-def _held(lab: Lab) -> int:
-    client = HandClient(lab.broker.path)
-    with contextlib.closing(client):
-        assert client.ask("Hello", protocol=1)["type"] == "Welcome"
-        held: int = client.ask("GetMetrics")["metrics"]["descriptors_held"]
-        return held

@@ -65,8 +65,6 @@ def document(*models: dict[str, Any]) -> dict[str, Any]:
         "model_memory_limit": 8192,
         "clients": {"17": 3},
         "sessions": 2,
-        "descriptors_held": 9,
-        "descriptors_refused": 6,
         "workers": {
             "cpu/default": {
                 "restarts": 1,
@@ -174,8 +172,6 @@ def test_our_own_series() -> None:
         "tensorbroker_region_bytes{kind=system}": 4096,
         "tensorbroker_region_limit_bytes": 1 << 40,
         "tensorbroker_sessions": 2,
-        "tensorbroker_descriptors_held": 9,
-        "tensorbroker_descriptors_refused_total": 6,
         "tensorbroker_closed_batches_total{model=m,reason=delay,version=3}": 1,
         "tensorbroker_closed_batches_total{model=m,reason=idle,version=3}": 5,
         "tensorbroker_copied_bytes_total{model=m,reason=gather,version=3}": 4096,
