@@ -40,7 +40,7 @@ class Scheduler:
         self.queued: list[LoadedModel] = []  # models with something queued
         self.suspects: deque[Request] = deque()
         self.alone = False  # a suspect runs
-        self.running: list[Instance] = []  # a batch; those that the leader runs at once are not listed
+        self.running: list[Instance] = []  # that have a batch; what the leader runs inline is not counted
         self.deadline = 0
         self.timed: list[LoadedModel] = []  # those whose queues let requests go by themselves
         self.serving: tuple[LoadedModel, ...] = ()  # those that take new requests

@@ -9,6 +9,7 @@ import asyncio
 import ctypes
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from shm.cuda import driver, sync
 from tests.fakes.cuda import CudaEnv
 from tests.fakes.cuda_user import APART, User
 
+LIMIT_S = 60.0  # for whatever this process waits for
 LATER_S = 0.1  # enough for a request that does not wait to come back first
 
 
@@ -30,7 +32,7 @@ class Producer(User):
         with driver.Context(0):
             self.stream = sync.Stream()
         self.gate = threading.Event()
-        self.callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: self.gate.wait(60) and None)
+        self.callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: self.gate.wait(LIMIT_S) and None)
         self.at_gate = driver.bindings().CUhostFn(ctypes.cast(self.callback, ctypes.c_void_p).value)
         self.kept: list[Any] = []
         self.pending: list[Any] = []
@@ -62,7 +64,8 @@ class Producer(User):
             return CudaEnv(True, None, Path(os.environ["CUSIM_COUNTS"])).calls(os.getpid())["cuStreamSynchronize"]
 
         def open_it() -> None:
-            while waits() == before:
+            until = time.monotonic() + LIMIT_S
+            while waits() == before and time.monotonic() < until:
                 self.gate.wait(0.005)
             self.gate.set()
 

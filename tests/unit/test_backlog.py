@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import random
+from types import SimpleNamespace
 
 import pytest
 
 from broker.worker.backlog import SMALLEST_NS, Backlog, ahead_ns, coarse
+from broker.worker.loop import Loop
+from broker.worker.turn import Inline
+from shm.errors import Code
 from shm.layout import AHEAD, ASKS
 from shm.recovery import bury, recover
-from tests.fakes.channel import PLAN, Plan, Twin, submit, take
+from tests.fakes import models as made
+from tests.fakes.channel import NOW, PLAN, Plan, Twin, submit, take
+from tests.unit.test_execute_batches import load, rows_at
 from tests.unit.test_scheduler import add, models, request, scheduler, turn
 from tests.unit.test_scheduler_shares import ran
 
-__all__ = ["models", "scheduler", "turn"]  # fixtures
+__all__ = ["load", "models", "scheduler", "turn"]  # fixtures
 
 MS = 1_000_000
 
@@ -60,6 +67,14 @@ def test_a_run_of_which_nothing_is_known_counts_for_as_long_as_it_has_taken(mode
     assert ahead_ns([model], 5000 + 7 * MS) == 7 * MS
     model.instances[0].end(1, 8 * MS)
     assert ahead_ns([model], 5000 + 8 * MS) == 0
+
+
+def test_a_run_that_takes_longer_than_usual_counts_for_as_long_as_it_has_taken(models):
+    model = models(count=1, batch=8)
+    ran(model, 4, 8 * MS)
+    model.instances[0].begin(4, 5000)
+    for took, told in ((0, 8), (7, 8), (9, 9), (60_000, 60_000)):
+        assert ahead_ns([model], 5000 + took * MS) == told * MS
 
 
 def test_instances_share_the_work(scheduler, models):
@@ -127,6 +142,94 @@ def test_what_a_client_writes_reaches_nobody_else(twin, scheduler, models):
             assert client.ahead() == coarse(3 * MS)
 
 
+def test_what_two_threads_told_at_once_is_put_right(twin, scheduler, models):
+    """The one that counted first may write last."""
+    model = models(count=1, batch=8)
+    ran(model, 1, 3 * MS)
+    client, worker = twin.client(), twin.worker({})
+    client.ahead()
+    backlog = Backlog(scheduler)
+    add(scheduler, request(model))
+    batch = scheduler.due(2)
+    batch.instance.begin(1, 0)
+
+    class Late:
+        """As a channel whose word is written after another thread has told that the run is over."""
+
+        def __setitem__(self, word, ahead):
+            batch.instance.end(1, 3 * MS)
+            scheduler.done(batch)
+            backlog.asked = (worker,)
+            backlog.tell(0)
+            worker.words[word] = ahead
+
+    backlog.asked = (SimpleNamespace(words=Late()),)
+    backlog.tell(0)
+    assert client.ahead() == coarse(3 * MS)
+    backlog.look([worker], 0)
+    assert client.ahead() == 0
+
+
+def test_only_models_at_work_are_looked_at(twin, scheduler, models, monkeypatch):
+    looked = []
+    monkeypatch.setattr("broker.worker.backlog.ahead_ns", lambda models, now: looked.append(list(models)) or 0)
+    served = [models(count=1, batch=8) for _ in range(20)]
+    queued, running, streaming, inline = served[::5]
+    scheduler.serve(served)
+    client, worker = twin.client(), twin.worker({})
+    client.ahead()
+    backlog = Backlog(scheduler)
+    backlog.look([worker], 0)
+    backlog.tell(0)
+    assert looked == [[], []]
+    add(scheduler, request(running))
+    batch = scheduler.due(2)
+    add(scheduler, request(queued))
+    streaming.streams = [1]  # requests that its model has not ended
+    inline.instances[0].begin(1, 0)
+    del looked[:]
+    backlog.look([worker], 0, overdue=True)
+    backlog.tell(0)
+    assert looked == [[queued, running, streaming, inline]] * 2
+    scheduler.done(batch)
+    del looked[:]
+    streaming.streams = []
+    backlog.look([worker], 0)
+    assert looked == [[queued]], "what a leader runs at once is over soon"
+
+
+def test_lone_requests_that_run_at_once_are_told_to_nobody(twin, load, monkeypatch):
+    loaded = load(made.add1())
+    plan = rows_at(loaded, loaded.memory())
+    key = loaded.model.instances[0].number, 0, 0, 1
+    plan.bindings[key] = SimpleNamespace(
+        typical_ns=1000, copies=0, opens=False, run=lambda: None, measured=lambda took: None
+    )
+    watch = os.eventfd(0, os.EFD_NONBLOCK)
+    loop = Loop(memoryview(bytearray(4096)).cast("Q"), lambda channel: None, watch)
+    loop.scheduler.serve([loaded.model])
+    client, worker = twin.client(), twin.worker({PLAN: plan})
+    loop.attach(worker, recover(worker, NOW))
+    client.ahead()
+    loop.watch(NOW)
+    times = []
+    tell = Backlog.tell
+    monkeypatch.setattr(Backlog, "tell", lambda self, now: times.append(now) or tell(self, now))
+    term = loop.turn.take()
+    for _ in range(3):
+        _, pending = submit(client)
+        assert loop._run_inline(worker, NOW, term, 1) is Inline.DONE
+        loop._flush()
+        client.reap()
+        assert pending.code == Code.OK
+    assert times == []
+    add(loop.scheduler, loaded.request(plan))
+    loop._flush()
+    assert len(times) == 1, "one waits"
+    os.close(loop.hot_set._wake)
+    os.close(watch)
+
+
 def test_a_replacement_has_nothing_ahead(twin):
     client, worker = twin.client(), twin.worker({})
     client.ahead()
@@ -146,3 +249,26 @@ def test_a_request_ran_as_long_as_it_did_without_what_it_waited(twin):
         worker.complete([taken])
         client.reap()
         assert client.ran == at + 107
+
+
+def test_what_has_not_run_says_nothing_of_how_long_requests_run(twin):
+    client, worker = twin.client(), twin.worker({PLAN: Plan(output_positions=8)})
+
+    def end(code, infer_ns):
+        submit(client)
+        (taken,) = take(worker)
+        taken.infer_ns = infer_ns
+        if code:
+            taken.fail(code, "no")
+        worker.complete([taken])
+        client.reap()
+
+    end(Code.INTERNAL, 5)
+    assert client.ran == 0
+    end(Code.OK, 1000)
+    for at in range(10 * twin.slots):  # many times around, looked at now and then
+        end((Code.INTERNAL, Code.CANCELLED, Code.UNAVAILABLE)[at % 3], 3)
+        assert at % 5 or client.ran == 1000
+    end(Code.OK, 2000)
+    end(Code.INTERNAL, 0)
+    assert client.ran == 2000

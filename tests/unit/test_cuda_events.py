@@ -171,3 +171,34 @@ def test_a_lost_context_ends_the_worker(monkeypatch: pytest.MonkeyPatch, status:
     look(monkeypatch, lost, told.append)
     assert status[0] == STICKY_EXIT
     assert not told
+
+
+@pytest.mark.parametrize("count", [events.FEW, events.FEW + 1])
+@pytest.mark.parametrize("first", [False, True])
+def test_many_that_wait_are_looked_at_for_a_fifth_of_the_time(
+    monkeypatch: pytest.MonkeyPatch, count: int, first: bool
+) -> None:
+    """However young the last one is, and although some may begin: looking at all of them takes the GIL for long."""
+    now, pauses = [0], []
+    own = threading.get_ident()  # threads of earlier tests may still be about to end
+
+    def pause(seconds: float = 0.0) -> None:
+        if threading.get_ident() == own:
+            pauses.append(seconds)
+
+    monkeypatch.setattr(events, "_now", lambda: now[0])
+    monkeypatch.setattr(events, "time", SimpleNamespace(sleep=pause))
+    monkeypatch.setattr(events, "os", SimpleNamespace(sched_yield=pause))
+
+    def happened(*_: int) -> bool:
+        now[0] += 15_000
+        return first and now[0] == 15_000
+
+    waiters = Waiters()
+    waiters._at_work = True  # this thread is the one that looks
+    for _ in range(count):
+        request: Any = SimpleNamespace(wait_event=1, deadline=0, ended=Code.OK)
+        of_request: Any = SimpleNamespace(happened=happened, count=lambda ns: None)
+        waiters.add(request, of_request, lambda error: None)
+    waiters._look()
+    assert pauses == [0.0 if count == events.FEW else pytest.approx(events.LOOKS * 15e-6 * count)]

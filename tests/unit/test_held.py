@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,13 +11,18 @@ import pytest
 
 from broker.worker.cuda import events
 from broker.worker.held import Held
+from broker.worker.loop import Loop
 from broker.worker.retirement import needed
 from shm.admission import Request
 from shm.errors import Code, InferError
+from shm.recovery import recover
+from tests.fakes import models as made
 from tests.fakes.broker import eventually
+from tests.fakes.channel import NOW, PLAN, Pending, Twin
+from tests.unit.test_execute_batches import load, rows_at
 from tests.unit.test_scheduler import models, scheduler, turn
 
-__all__ = ["models", "scheduler", "turn"]  # fixtures
+__all__ = ["load", "models", "scheduler", "turn"]  # fixtures
 
 
 class Bench:
@@ -28,7 +35,9 @@ class Bench:
         monkeypatch.setattr(events, "events_of", lambda request, plan: self.ring)
         self.queued: list[Request] = []
         self.ended: list[tuple[Request, Code, str]] = []
-        self.held = Held(self.queued.extend, lambda requests, *verdict: self.ended.append((requests[0], *verdict)))
+        self.taken_back: list[Request] = []
+        end = lambda requests, *verdict: self.ended.append((requests[0], *verdict))  # noqa: E731
+        self.held = Held(self.queued.extend, end, self.taken_back.extend)
         self.model = models(count=1, batch=8)
         self.plan: Any = SimpleNamespace(model=self.model, signature=None, rows=1)
 
@@ -70,7 +79,7 @@ def test_one_that_waits_is_queued_when_its_event_has_happened(bench: Bench) -> N
     assert not bench.queued
     bench.happens = True
     bench.settled()
-    assert (bench.queued, request.wait_event, bench.ended) == ([request], 0, [])
+    assert (bench.queued, request.wait_event, bench.ended, bench.taken_back) == ([request], 0, [], [])
     assert not needed(bench.model, 0)
 
 
@@ -111,3 +120,85 @@ def test_where_no_thread_is_to_be_had_the_instance_waits(bench: Bench, monkeypat
     bench.happens = True
     bench.settled()
     assert bench.queued == [request]
+
+
+class Lab:
+    """A loop that holds one request, and `Waiters` of its own. `happened`: to be called when the event has."""
+
+    def __init__(self, load: Callable[..., Any], twin: Twin, watch: int) -> None:
+        self.model = (loaded := load(made.add1())).model
+        self.model.intake = True
+        self.client = twin.client()
+        self.channel = twin.worker({PLAN: rows_at(loaded, loaded.memory())})
+        self.loop = Loop(memoryview(bytearray(4096)).cast("Q"), lambda channel: None, watch)
+        self.loop.attach(self.channel, recover(self.channel, NOW))
+        self.happened: Callable[[Exception | None], None]
+
+    def add(self, request: Request, ring: object, then: Callable[[Exception | None], None]) -> None:
+        """As `Waiters.add`."""
+        self.happened = then
+
+    def submit(self) -> None:
+        self.pending = Pending()
+        self.ident = self.client.submit(self.pending, PLAN, 0, 0, 0, 0, wait_event=3)
+        self.sweep()
+        assert self.model.held == 1
+
+    def sweep(self) -> None:
+        self.loop._take(self.channel, NOW, 64)
+
+    def assert_never_runs(self) -> None:
+        assert not self.loop.scheduler.queued
+        self.client.reap()
+        assert self.pending.code == Code.CANCELLED  # its only ending
+        assert self.model.held == 0
+        assert self.loop.finished()
+
+
+@pytest.fixture
+def lab(load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+    monkeypatch.setattr(events, "events_of", lambda request, plan: SimpleNamespace(happened=lambda *_: False))
+    watch = os.eventfd(0, os.EFD_NONBLOCK)
+    with Twin() as twin:
+        lab = Lab(load, twin, watch)
+        monkeypatch.setattr(events, "Waiters", lambda: lab)
+        lab.submit()
+        yield lab
+        os.close(lab.loop.hot_set._wake)
+    os.close(watch)
+
+
+def test_one_that_is_wanted_is_queued_by_the_loop(lab: Lab) -> None:
+    lab.happened(None)
+    assert lab.loop.scheduler.queued == [lab.model]
+    assert not lab.pending.entries
+
+
+def test_one_that_is_cancelled_just_before_it_is_queued_never_runs(lab: Lab) -> None:
+    """There was nothing to take back, and nobody looks at its event any more."""
+    assert lab.client.cancel(lab.ident)
+    lab.sweep()
+    assert not lab.pending.entries
+    lab.happened(None)
+    lab.assert_never_runs()
+
+
+@pytest.mark.parametrize("when", ["before", "between", "after"])
+def test_one_whose_client_goes_when_its_event_happens_never_runs(lab: Lab, when: str) -> None:
+    scheduler = lab.loop.scheduler
+    drop, turns = scheduler.drop, iter([lab.happened])
+
+    def happens_meanwhile(channel: Any) -> list[Request]:
+        dropped = drop(channel)
+        for happened in turns:
+            happened(None)
+        return dropped
+
+    if when == "before":
+        lab.happened(None)
+    elif when == "between":
+        scheduler.drop = happens_meanwhile  # type: ignore[method-assign]
+    lab.loop.detach(lab.channel)
+    if when == "after":
+        lab.happened(None)
+    lab.assert_never_runs()

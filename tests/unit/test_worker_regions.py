@@ -4,13 +4,18 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from broker.worker.control import Control
 from broker.worker.messages import AddRegion
 from broker.worker.regions import Region, RegionTable
+from shm.cuda.driver import CudaError
 from shm.errors import InferError
 from shm.regions import create_pool
+from shm.statistics import GPU_USED
 from tests.fakes.processes import descriptors
 
 SIZE = 1 << 16
@@ -131,3 +136,23 @@ def test_a_file_that_is_too_short_is_refused(pool):
     assert table.get(1, 1) is None
     with pytest.raises(InferError):
         table.add(info(pool, kind="system", offset=1, byte_size=SIZE), pool)
+
+
+def test_a_ping_is_answered_whatever_the_driver_says_of_the_gpus_memory(monkeypatch):
+    words = memoryview(bytearray(1024)).cast("Q")
+    table = RegionTable("GPU-1", words)
+    models = SimpleNamespace(is_loading=False)
+    control: Any = SimpleNamespace(_models=models, _regions=table)
+    answers = iter((5, CudaError("cuMemGetInfo", "CUDA_ERROR_UNKNOWN", 999), 7, 8))
+
+    def used_memory(device):
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("broker.worker.cuda.windows.used_memory", used_memory)
+    for loading, known in ((False, 5), (False, 5), (True, 5), (False, 7), (True, 7)):
+        models.is_loading = loading
+        assert Control._on_Ping(control, None, [])
+        assert words[GPU_USED] == known

@@ -38,7 +38,7 @@ AWAKE_NS: Final = 100_000  # after which the thread sleeps between two looks
 PAUSE_S: Final = 50e-6
 LOOKS: Final = 4  # times as long as it took to look at all that wait, where that is more
 FEW: Final = 4  # that wait: looking at them again and again takes next to nothing from who runs
-LINGER_S: Final = 1.0  # that a thread with nothing to look at stays for the next: to start one takes longer than most
+LINGER_S: Final = 1.0  # the thread stays, with nothing to look at: to start one takes longer than most requests wait
 _now = time.monotonic_ns
 _counting = threading.Lock()
 
