@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from broker.gateway.http import limits as http_limits
+from broker.gateway.http import limits
 from broker.gateway.kserve import InferRequest, InferResponse, OutputTensor
 from tests.fakes.broker import eventually
 from tests.fakes.http_server import Running, running
@@ -100,7 +100,7 @@ def test_those_who_never_read_are_cut(large_answers: Running) -> None:
             return [each.transport.get_write_buffer_size() for each in large_answers.server._connections]
 
         eventually(lambda: any(large_answers.call(buffered)), "the answer waits for the peer")
-        assert max(large_answers.call(buffered)) <= 2 * http_limits.SEND_SIZE
+        assert max(large_answers.call(buffered)) <= 2 * limits.SEND_SIZE
         # As long as the peer's kernel takes something there is more time.
         eventually(lambda: large_answers.advance(LATE) or large_answers.connections() == 0, "the connection is cut")
 
@@ -165,6 +165,6 @@ def test_a_pipeline_without_end_waits_in_the_kernel(server: Running) -> None:
             peer.request("GET", "/v2/health/live")
         eventually(lambda: len(server.service.asked) == 1, "the first request runs")
         (queued,) = server.call(lambda: [len(each._queue) for each in server.server._connections])
-        assert queued <= http_limits.PIPELINE
+        assert queued <= limits.PIPELINE
         server.call(gate.set)
         assert {peer.reply()[0] for _ in range(2001)} == {200}

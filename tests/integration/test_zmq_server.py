@@ -14,7 +14,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from broker.gateway.zmq import port as zmq_port
+from broker.gateway.zmq import port
 from broker.gateway.zmq.clients import LIMITS, watch
 from shm.errors import Code, InferError
 from tests.fakes.kserve import FakeService
@@ -227,4 +227,4 @@ def test_a_process_that_must_not_be_dumped_is_watched_all_the_same() -> None:
 
 
 def test_limits_that_the_hello_tells_are_those_of_the_socket() -> None:
-    assert LIMITS.message_bytes == zmq_port.MAX_MESSAGE == 1 << 20
+    assert LIMITS.message_bytes == port.MAX_MESSAGE == 1 << 20

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from broker.repository.scheduling import Step
 from broker.worker.decoupled import run_streams, taker_of
-from broker.worker.ensembles import flow as ensemble_flow
+from broker.worker.ensembles import flow
 from broker.worker.stream import Stream
 from broker.worker.streams import Streams
 from shm import statistics
@@ -160,7 +160,7 @@ def test_a_cancel_while_a_step_is_queued_takes_it_back(lab):
 
 
 def test_without_a_thread_it_ends_with_an_error(lab, monkeypatch):
-    monkeypatch.setattr(ensemble_flow.threading, "Thread", no_thread)
+    monkeypatch.setattr(flow.threading, "Thread", no_thread)
     _, ending = lab.ask()
     (text,) = ending.endings
     assert "can't start new thread" in text
@@ -178,7 +178,7 @@ def no_thread(*_: object, **__: object) -> Any:
 def test_a_step_that_its_member_forgets_ends_without_a_thread(lab, monkeypatch):
     _, ending = lab.ask()
     stream = Stream(lab.member(), {}, (), 0, 0)
-    monkeypatch.setattr(ensemble_flow.threading, "Thread", no_thread)
+    monkeypatch.setattr(flow.threading, "Thread", no_thread)
     del stream
     gc.collect()
     lab.many.streams.look()
@@ -214,7 +214,7 @@ def test_a_member_that_became_decoupled_meanwhile(lab):
 
 
 def test_a_member_waits_while_many_bytes_wait(lab, monkeypatch):
-    monkeypatch.setattr(ensemble_flow, "AHEAD_BYTES", 3 * 4 * WIDTH)
+    monkeypatch.setattr(flow, "AHEAD_BYTES", 3 * 4 * WIDTH)
     _, ending = lab.ask()
     member = lab.member()
     sent: list[int] = []
@@ -239,7 +239,7 @@ def test_a_member_waits_while_many_bytes_wait(lab, monkeypatch):
 
 
 def test_a_member_that_waits_goes_on_when_nobody_wants_its_responses(lab, monkeypatch):
-    monkeypatch.setattr(ensemble_flow, "AHEAD_BYTES", 4 * WIDTH)
+    monkeypatch.setattr(flow, "AHEAD_BYTES", 4 * WIDTH)
     request, ending = lab.ask()
     member = lab.member()
     sender = threading.Thread(target=lambda: [member.send(y(1, 2, 3), "", False) for _ in range(5)])
@@ -254,8 +254,8 @@ def test_a_member_that_waits_goes_on_when_nobody_wants_its_responses(lab, monkey
 
 
 def test_a_member_that_nobody_takes_anything_of_is_told(lab, monkeypatch):
-    monkeypatch.setattr(ensemble_flow, "AHEAD_BYTES", 4 * WIDTH)
-    monkeypatch.setattr(ensemble_flow, "PATIENCE_NS", 1_000_000)
+    monkeypatch.setattr(flow, "AHEAD_BYTES", 4 * WIDTH)
+    monkeypatch.setattr(flow, "PATIENCE_NS", 1_000_000)
     _, ending = lab.ask()
     member = lab.member()
     for _ in range(3):

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from broker.repository.scheduling import Step
-from broker.worker.ensembles.remote import homes
-from broker.worker.ensembles.remote import pool as ensemble_remote_pool
+from broker.worker.ensembles.remote import homes, pool
 from broker.worker.ensembles.remote.homes import StepHomes
 from broker.worker.ensembles.remote.plans import AGAIN_NS, Bound, least_of
 from shm import messages
@@ -211,7 +210,7 @@ def asked(bench: SpreadBench, plan: Any, rows: int, position: int = 0) -> Any:
 
 
 def test_more_shapes_than_plans_evict_those_not_used_for_longest(bench, monkeypatch):
-    monkeypatch.setattr(ensemble_remote_pool, "MAX_PLANS", 8)
+    monkeypatch.setattr(pool, "MAX_PLANS", 8)
     plans = [bench.plan(chain(bench, name), (16, WIDTH), ["OUT"]) for name in ("E", "F")]
     for turn in range(40):
         for plan in plans:
@@ -229,7 +228,7 @@ def test_more_shapes_than_plans_evict_those_not_used_for_longest(bench, monkeypa
 
 
 def test_requests_under_way_keep_theirs_and_one_too_many_is_told(bench, monkeypatch):
-    monkeypatch.setattr(ensemble_remote_pool, "MAX_PLANS", 3)
+    monkeypatch.setattr(pool, "MAX_PLANS", 3)
     plan = bench.plan(chain(bench, "E"), (16, WIDTH), ["OUT"])
     requests = [asked(bench, plan, rows, rows) for rows in (1, 2, 3)]
     refused = asked(bench, plan, 4, 4)

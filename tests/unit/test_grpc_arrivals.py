@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from broker.gateway.grpc import arrivals as grpc_arrivals
+from broker.gateway.grpc import arrivals
 from broker.gateway.grpc.arrivals import AROUND, Arrivals, connections
 from tests.fakes.broker import eventually
 
@@ -53,7 +53,7 @@ class Lab:
 
 @pytest.fixture
 def lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
-    monkeypatch.setattr(grpc_arrivals, "WORTH", 10_000)
+    monkeypatch.setattr(arrivals, "WORTH", 10_000)
     lab = Lab()
     yield lab
     lab.close()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
-from broker.gateway.grpc import codec as grpc_codec
+from broker.gateway.grpc import codec
 from broker.gateway.grpc.codec import (
     decode_request,
     encode_response,
@@ -178,7 +178,7 @@ def test_typed_contents_that_do_not_go_with_the_datatype() -> None:
 
 
 def test_typed_contents_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_codec, "MAX_TYPED_ELEMENTS", 5)
+    monkeypatch.setattr(codec, "MAX_TYPED_ELEMENTS", 5)
     request = typed("BOOL", bool_contents=[True] * 3)
     decoded(request)
     request.inputs.append(request.inputs[0])
@@ -333,10 +333,10 @@ def test_parameters_that_are_refused() -> None:
 
 def test_what_takes_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     request = message()
-    for _ in range(grpc_codec.MAX_ENTRIES + 1):
+    for _ in range(codec.MAX_ENTRIES + 1):
         request.inputs.add()
     assert refused(request) == "expected at most 4096 inputs but got 4097 inputs for model 'm'"
-    monkeypatch.setattr(grpc_codec, "MAX_HEAD", 100_000)
+    monkeypatch.setattr(codec, "MAX_HEAD", 100_000)
     assert "send tensors as raw_input_contents" in refused(typed("BYTES", bytes_contents=[b"a" * 100_000]))
     decoded(message(raw=[b"a" * 100_000]))
 
@@ -379,6 +379,6 @@ def test_stream_messages() -> None:
 
 
 def test_a_response_that_gRPC_cannot_send(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_codec, "MAX_MESSAGE", 1000)
+    monkeypatch.setattr(codec, "MAX_MESSAGE", 1000)
     with pytest.raises(InferError, match="Response has byte size 1024 which exceeds gRPC's byte size limit 1000"):
         encode_response(InferResponse("m", "1", "", [OutputTensor("y", "INT8", (1000,), bytes(1000))]))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker.gateway.kserve import InferResponse, InputTensor, OutputTensor, RequestedOutput
-from broker.gateway.zmq import codec as zmq_codec
+from broker.gateway.zmq import codec
 from shm import zmq_messages as words
 from shm.errors import Code, InferError, ProtocolError
 
@@ -24,7 +24,7 @@ def packed(kind: str, **fields: Any) -> bytes:
 
 
 def infer(**fields: Any) -> words.Infer:
-    message = zmq_codec.decode(packed("infer", **{"model": "m", "inputs": [IN_REGION], **fields}))
+    message = codec.decode(packed("infer", **{"model": "m", "inputs": [IN_REGION], **fields}))
     assert isinstance(message, words.Infer)
     return message
 
@@ -39,21 +39,21 @@ def test_an_inference_by_region() -> None:
         sequence_start=True,
         parameters={"a": 1, "b": True, "c": "x", "d": 0.5},
     )
-    request = zmq_codec.infer_request(message)
+    request = codec.infer_request(message)
     assert request.inputs == [InputTensor("x", "FP32", (1, 4), None, "in", 8, 16)]
     assert request.outputs == [RequestedOutput("y", "out", 4, 16)]
     assert (request.model, request.version, request.timeout_us, request.priority) == ("m", "2", 1000, 3)
     assert (request.sequence_id, request.sequence_start, request.sequence_end) == ("s", True, False)
     assert request.parameters == {"a": 1, "b": True, "c": "x", "d": 0.5}
-    assert zmq_codec.inline_size(message) == 0
+    assert codec.inline_size(message) == 0
 
 
 def test_an_inline_inference() -> None:
     message = infer(inputs=[INLINE])
-    request = zmq_codec.infer_request(message)
+    request = codec.infer_request(message)
     assert bytes(request.inputs[0].data or b"") == bytes(16)
     assert request.outputs is None
-    assert zmq_codec.inline_size(message) == 16
+    assert codec.inline_size(message) == 16
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_an_inline_inference() -> None:
 )
 def test_a_tensor_is_inline_or_in_a_region(tensor: dict[str, Any]) -> None:
     with pytest.raises(InferError, match="needs either 'data', or 'region'") as caught:
-        zmq_codec.infer_request(infer(inputs=[tensor]))
+        codec.infer_request(infer(inputs=[tensor]))
     assert caught.value.code == "INVALID_ARG"
 
 
@@ -91,15 +91,15 @@ def test_a_tensor_is_inline_or_in_a_region(tensor: dict[str, Any]) -> None:
     ids=str,
 )
 def test_what_is_no_request_is_refused_by_its_id(fields: dict[str, Any]) -> None:
-    with pytest.raises(zmq_codec.Refused) as caught:
-        zmq_codec.decode(packed("infer", **{"model": "m", "inputs": [IN_REGION], **fields}))
+    with pytest.raises(codec.Refused) as caught:
+        codec.decode(packed("infer", **{"model": "m", "inputs": [IN_REGION], **fields}))
     assert caught.value.request == 7
 
 
 @pytest.mark.parametrize("number", [0, -1, 2**63, 2**64 - 1, "1", None])
 def test_an_id_that_is_none_is_answered_as_0(number: object) -> None:
-    with pytest.raises(zmq_codec.ProtocolError) as caught:
-        zmq_codec.decode(msgpack.packb({"type": "heartbeat", "id": number}))
+    with pytest.raises(codec.ProtocolError) as caught:
+        codec.decode(msgpack.packb({"type": "heartbeat", "id": number}))
     assert getattr(caught.value, "request", 0) == 0
 
 
@@ -108,8 +108,8 @@ def test_an_id_that_is_none_is_answered_as_0(number: object) -> None:
 )
 def test_what_is_no_map_is_not_refused_but_bad(data: bytes) -> None:
     with pytest.raises(ProtocolError) as caught:
-        zmq_codec.decode(data)
-    assert not isinstance(caught.value, zmq_codec.Refused) or caught.value.request == 0
+        codec.decode(data)
+    assert not isinstance(caught.value, codec.Refused) or caught.value.request == 0
 
 
 @given(st.binary(max_size=200), st.integers(0, 200))
@@ -118,20 +118,20 @@ def test_bytes_of_any_kind_give_a_message_or_a_protocol_error(noise: bytes, at: 
     good = packed("infer", model="m", inputs=[IN_REGION, INLINE])
     for data in (noise, good[:at], good[:at] + noise):
         try:
-            zmq_codec.decode(data)
+            codec.decode(data)
         except ProtocolError:
             pass
 
 
 def prepare(**fields: Any) -> words.Prepare:
     given = {"model": "m", "inputs": [{**IN_REGION, "stride": 16}], **fields}
-    message = zmq_codec.decode(packed("prepare", **given))
+    message = codec.decode(packed("prepare", **given))
     assert isinstance(message, words.Prepare)
     return message
 
 
 def run(**fields: Any) -> words.Run:
-    message = zmq_codec.decode(packed("run", number=1, **fields))
+    message = codec.decode(packed("run", number=1, **fields))
     assert isinstance(message, words.Run)
     return message
 
@@ -139,30 +139,30 @@ def run(**fields: Any) -> words.Run:
 def test_positions_of_what_is_prepared() -> None:
     output = {"name": "y", "region": "out", "byte_size": 16, "stride": 32}
     prepared = prepare(outputs=[output], input_slots=20, output_slots=4, parameters={"a": 1})
-    zmq_codec.check_prepare(prepared)
-    request = zmq_codec.run_request(prepared, run(input_slot=3, output_slot=2, timeout_us=5))
+    codec.check_prepare(prepared)
+    request = codec.run_request(prepared, run(input_slot=3, output_slot=2, timeout_us=5))
     assert request.inputs == [InputTensor("x", "FP32", (1, 4), None, "in", 8 + 3 * 16, 16)]
     assert request.outputs == [RequestedOutput("y", "out", 64, 16)]
     assert request.timeout_us == 5
     assert request.parameters == {"a": 1}
     for slots in ({"input_slot": 20}, {"output_slot": 4}):
         with pytest.raises(InferError, match="prepared were 20 and 4"):
-            zmq_codec.run_request(prepared, run(**slots))
+            codec.run_request(prepared, run(**slots))
 
 
 def test_what_cannot_be_prepared() -> None:
     with pytest.raises(InferError, match="must name a region"):
-        zmq_codec.check_prepare(prepare(inputs=[INLINE]))
+        codec.check_prepare(prepare(inputs=[INLINE]))
     output = {"name": "y", "region": "out", "byte_size": 16, "stride": 15}
     with pytest.raises(InferError, match="they would overlap"):
-        zmq_codec.check_prepare(prepare(outputs=[output], output_slots=2))
+        codec.check_prepare(prepare(outputs=[output], output_slots=2))
 
 
 def test_results_and_errors_on_the_wire() -> None:
     response = InferResponse(
         "m", "1", "", [OutputTensor("y", "FP32", (1,), None), OutputTensor("z", "FP32", (1,), memoryview(b"1234"))]
     )
-    assert msgpack.unpackb(zmq_codec.encode(zmq_codec.result(9, response))) == {
+    assert msgpack.unpackb(codec.encode(codec.result(9, response))) == {
         "type": "result",
         "id": 9,
         "model": "m",
@@ -172,12 +172,12 @@ def test_results_and_errors_on_the_wire() -> None:
             {"name": "z", "datatype": "FP32", "shape": [1], "data": b"1234"},
         ],
     }
-    error = zmq_codec.failure(9, InferError(Code.NOT_FOUND, "no"))
-    assert msgpack.unpackb(zmq_codec.encode(error)) == {"type": "error", "id": 9, "code": "NOT_FOUND", "message": "no"}
+    error = codec.failure(9, InferError(Code.NOT_FOUND, "no"))
+    assert msgpack.unpackb(codec.encode(error)) == {"type": "error", "id": 9, "code": "NOT_FOUND", "message": "no"}
 
 
 def test_a_reply_that_fits_no_message_is_an_error_that_says_so() -> None:
     response = InferResponse("m", "1", "", [OutputTensor("y", "UINT8", (16 << 20,), bytes(16 << 20))])
-    reply = msgpack.unpackb(zmq_codec.encode(zmq_codec.result(9, response)))
+    reply = msgpack.unpackb(codec.encode(codec.result(9, response)))
     assert (reply["type"], reply["id"], reply["code"]) == ("error", 9, "INVALID_ARG")
     assert "more than the 16777216 of a message" in reply["message"]
