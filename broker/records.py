@@ -13,6 +13,7 @@ from typing import final
 from broker.worker.messages import AddRegion
 from shm.cuda.descriptor import CudaEvents, CudaMemory
 from shm.messages import RegionInfo, RegionRecord
+from shm.regions import FileIdentity
 from shm.sockets import close_all
 
 CLIENT, GATEWAY, WORKER = "client", "gateway", "worker"  # roles
@@ -95,6 +96,35 @@ class RegionEntry:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def entry_of(
+    peer: Peer,
+    identity: tuple[int, int],
+    name: str,
+    kind: str,
+    fd: int,
+    byte_size: int,
+    offset: int,
+    source: FileIdentity,
+) -> RegionEntry:
+    """A region of `peer`. `identity`: (region, generation); `source`: the file behind `fd`."""
+    return RegionEntry(
+        region=identity[0],
+        generation=identity[1],
+        name=name,
+        kind=kind,
+        fd=fd,
+        byte_size=byte_size,
+        offset=offset,
+        file_size=source.file_size,
+        device=source.device,
+        inode=source.inode,
+        writable=source.writable,
+        session=peer.session,
+        owner_pid=peer.pid,
+        owner_uid=peer.uid,
+    )
 
 
 def record(entry: RegionEntry, *, show_key: bool = True) -> RegionRecord:

@@ -9,7 +9,7 @@ maps it: a client that truncates its file can kill whoever does.
     a region opened by token, or by a gateway for a principal, is an entry of its own; it is retired with the entry it
     was opened from
 
-    registered ── unregister ──▶ draining ── all workers acknowledged, no request uses it any more ──▶ forgotten
+    registered ── unregister ──▶ draining ── all workers acknowledged, no request uses it ──▶ closed, forgotten
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, final
 
+from broker.closing import Closer
 from broker.cuda_regions import OfGpu, check_served, identity_of
 from broker.quota import Quota
-from broker.records import Peer, RegionEntry
+from broker.records import Peer, RegionEntry, entry_of
 from broker.reservation import Reservations
 from shm import regions
 from shm.cuda.descriptor import CudaMemory
@@ -35,6 +36,7 @@ from shm.sockets import close_all
 
 log = logging.getLogger(__name__)
 CATCH_UP_S = 1.0
+Close = Callable[[RegionEntry], "asyncio.Future[None] | None"]  # None: it is done
 
 
 class RegionWorker(Protocol):
@@ -56,8 +58,11 @@ class RegionWorker(Protocol):
 class Registry:
     """All regions of all sessions. Methods that await survive the end of the session and of workers meanwhile."""
 
-    def __init__(self, quota: Quota) -> None:
+    def __init__(self, quota: Quota, close: Close | None = None) -> None:
+        """`close`: how descriptors are closed, if not by `broker.closing.Closer`."""
         self.quota = quota
+        self._close = close if close is not None else Closer()
+        self._closing: dict[int, asyncio.Future[None]] = {}  # by generation: draining ones that nobody holds
         self.cuda_devices: Callable[[], Sequence[str]] = tuple  # UUIDs of the GPUs, in the broker's order
         self.cuda_reason: Callable[[], str] = str  # why there are no (more) of them
         self._names: dict[int, dict[str, RegionEntry]] = {}
@@ -219,7 +224,7 @@ class Registry:
         """Retire `name`, or all regions of `session` for "", and return when every worker has acknowledged.
 
         Unknown names succeed, and so do regions of another `kind` ("": any). The name is free at once. What was opened
-        from these regions is retired too. All are known to `of` until no request uses them.
+        from these regions is retired too. All are known to `of` until no request uses them, and their memory is free.
         """
         names = self._names.get(session, {})
         chosen = [names[name]] if name in names else list(names.values()) if not name else []
@@ -231,6 +236,8 @@ class Registry:
             self._withdraw(entry)
         # Shielded: the session may end, which must not leave an entry draining for good.
         await asyncio.shield(asyncio.gather(*(self._drain(entry) for entry in retired.values())))
+        if closing := [self._closing[generation] for generation in retired if generation in self._closing]:
+            await asyncio.wait(closing)  # then their quota is free, too
 
     async def used(self, entry: RegionEntry) -> bool:
         """Has a request used this system region, or what was opened from it, since this was last asked?"""
@@ -305,22 +312,8 @@ class Registry:
     def _entry(
         self, peer: Peer, name: str, kind: str, fd: int, byte_size: int, offset: int, source: regions.FileIdentity
     ) -> RegionEntry:
-        return RegionEntry(
-            region=self._index(),
-            generation=next(self._generations),
-            name=name,
-            kind=kind,
-            fd=fd,
-            byte_size=byte_size,
-            offset=offset,
-            file_size=source.file_size,
-            device=source.device,
-            inode=source.inode,
-            writable=source.writable,
-            session=peer.session,
-            owner_pid=peer.pid,
-            owner_uid=peer.uid,
-        )
+        index = self._free.pop() if self._free else next(self._indexes)
+        return entry_of(peer, (index, next(self._generations)), name, kind, fd, byte_size, offset, source)
 
     def _add(self, entry: RegionEntry) -> RegionEntry:
         self._names.setdefault(entry.session, {})[entry.name] = entry
@@ -329,7 +322,7 @@ class Registry:
         return entry
 
     def _remove(self, entry: RegionEntry) -> None:
-        del self._draining[entry.generation], self._holders[entry.generation]
+        del self._draining[entry.generation]
         self._counts[entry.session] -= 1
         self._bytes[entry.session] -= entry.byte_size
         if not self._counts[entry.session]:
@@ -339,9 +332,6 @@ class Registry:
         self._expulsions.discard(task)
         if not task.cancelled() and (error := task.exception()):
             log.warning("a truncated region was retired without its workers' word: %s", error)
-
-    def _index(self) -> int:
-        return self._free.pop() if self._free else next(self._indexes)
 
     def _withdraw(self, entry: RegionEntry) -> None:
         """No new plan finds `entry` from here on; its name and its token are free."""
@@ -380,12 +370,22 @@ class Registry:
         self._settle(entry)
 
     def _settle(self, entry: RegionEntry) -> None:
-        """Forget a draining region that nobody holds any more: descriptor, quota and index go back."""
-        generation = entry.generation
-        if generation not in self._draining or self._holders[generation] or self._opened.get(generation):
+        """Close a draining region that nobody holds any more, and forget it."""
+        if self._holders.get(entry.generation, True) or self._opened.get(entry.generation):
             return
+        del self._holders[entry.generation]  # it is settled once
+        closing = self._close(entry)
+        if closing is None:
+            self._forget(entry)
+        else:
+            self._closing[entry.generation] = closing
+            closing.add_done_callback(lambda _: self._forget(entry))
+
+    def _forget(self, entry: RegionEntry) -> None:
+        """Its memory is free: quota and index go back."""
+        self._closing.pop(entry.generation, None)
         self._remove(entry)
-        self._opened.pop(generation, None)
+        self._opened.pop(entry.generation, None)
         if entry.source is None:
             self._discharge(entry.owner_uid, entry.kind, entry.byte_size)
         else:
@@ -393,7 +393,6 @@ class Registry:
             siblings = self._opened.get(entry.source[1], [])
             if entry in siblings:
                 siblings.remove(entry)
-        entry.close()
         self._free.append(entry.region)
         if entry.source is not None and (owner := self._draining.get(entry.source[1])) is not None:
             self._settle(owner)
