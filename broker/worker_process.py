@@ -1,7 +1,8 @@
 """One life of a worker process as the broker holds it: its link, its pidfd, its end.
 
-`broker.workers` is the only user. What is known here is descriptors, messages and ends of processes; what a worker must
-load or map, and what follows from its death, is not.
+Made by `broker.logical_worker`; `describe_exit` and `kill` serve the keepers of other processes, too
+(`broker.gateways`, `broker.zygote_link`, `broker.loading`). What is known here is descriptors, messages and ends of
+processes; what a worker must load or map, and what follows from its death, is not.
 """
 
 from __future__ import annotations
@@ -197,13 +198,20 @@ class WorkerProcess:
         for long for a zygote that does not answer: then nobody knows how.
         """
         now_ns = time.monotonic_ns()
-        code = asyncio.ensure_future(exit_code)
+        code = asyncio.ensure_future(self._code(exit_code))
         await asyncio.wait((code,), timeout=TOLD_S)
         try:
             bury(self, self.exit(code.result() if code.done() else None).told, now_ns)
         except Exception:  # whoever was told of it may fail; the worker is replaced all the same
             _log.exception("worker (pid %d): its requests were not dealt with", self.pid)
         return self.exit(await code)
+
+    async def _code(self, exit_code: Coroutine[Any, Any, int | None]) -> int | None:
+        try:
+            return await exit_code
+        except Exception:  # its requests must have their endings all the same
+            _log.exception("worker (pid %d): how it ended cannot be found out", self.pid)
+            return None
 
     def close(self) -> None:
         """Close the descriptors. Only after `died`."""

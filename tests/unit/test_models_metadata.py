@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,3 +60,29 @@ def test_how_a_process_ended(code, text, signal):
 def test_why_the_broker_killed_a_worker_is_for_clients_only_where_it_says_so(reason, told, heard):
     killed: Any = SimpleNamespace(kill_reason=reason, kill_told=told)
     assert WorkerProcess.exit(killed, -9) == (reason or "killed by SIGKILL", 9, heard)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_requests_have_their_endings_also_when_nobody_can_say_how_their_worker_ended(late, monkeypatch):
+    dead = object.__new__(WorkerProcess)
+    dead.pid, dead.kill_reason, dead.kill_told = 1, "", ""
+    heard: list[str] = []
+
+    async def end() -> str:
+        buried = asyncio.Event()
+
+        def bury(process: WorkerProcess, told: str, now_ns: int) -> None:
+            heard.append(told)
+            buried.set()
+
+        async def fails() -> int | None:
+            if late:
+                await buried.wait()
+            raise KeyError(5)
+
+        return (await dead.ended(fails(), bury)).text
+
+    if late:
+        monkeypatch.setattr("broker.worker_process.TOLD_S", 0.0)
+    assert asyncio.run(end()) == "ended, nobody knows how"
+    assert heard == ["ended, nobody knows how"]
