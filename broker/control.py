@@ -196,7 +196,7 @@ def register_cuda(control: Control, peer: Peer, request: messages.RegisterCuda, 
 
 
 async def open_cuda(control: Control, entry: RegionEntry) -> None:
-    """Have a worker that will use it open it, if one is up: what it cannot open is not registered (InferError)."""
+    """Have a worker that will use it open it, if one can now: what it cannot open is not registered (InferError)."""
     what = entry.cuda or entry.events
     worker = control.cuda_worker(what.device) if what is not None else None
     if worker is None:

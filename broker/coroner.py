@@ -95,15 +95,19 @@ def bury(
 def leave(channel: ChannelRecord) -> bool:
     """Nobody looks at it from now on: its client rings when it publishes. After `bury`.
 
-    False: something is there that the client will not ring for.
+    False: something is there that the client will not ring for, or may be.
     """
     parts = channel.memory, channel.ledger, -1, channel.pipe_write, channel.slots
-    with contextlib.closing(WorkerChannel(*parts, {})) as left:
-        if any(mark and mark & 0xFF != DONE for mark in left.ledger[MARK : MARK + channel.slots]):
-            return False
-        left.arm()
-        _fence()
-        return not left.pending()
+    try:
+        with contextlib.closing(WorkerChannel(*parts, {})) as left:
+            if any(mark and mark & 0xFF != DONE for mark in left.ledger[MARK : MARK + channel.slots]):
+                return False
+            left.arm()
+            _fence()
+            return not left.pending()
+    except Exception:  # a process that looks at it can say more
+        _log.exception("channel %d cannot be left", channel.channel)
+        return False
 
 
 def end(channels: Iterable[ChannelRecord], message: str, now_ns: int) -> int:

@@ -115,15 +115,9 @@ class DesiredState:
 
     async def until_up(self, limit_s: float) -> None:
         """Returns when there is a process that has all, or after `limit_s`."""
-        self.wanted.set()
-        self._awaited += 1
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                await self.up.wait()
-        except TimeoutError:
-            pass
-        finally:
-            self._awaited -= 1
+                await self._come_up()
 
     async def have(
         self,
@@ -264,10 +258,17 @@ class DesiredState:
             named.append(plan.events)
         return all(region in self.regions for region in named)
 
+    async def _come_up(self) -> None:
+        self.wanted.set()
+        self._awaited += 1  # `wanted` does not outlast the beginning of a rest: a worker that is awaited has none
+        try:
+            await self.up.wait()
+        finally:
+            self._awaited -= 1
+
     async def _bring(self, wanted: Wanted) -> None:
         while True:
-            self.wanted.set()
-            await self.up.wait()
+            await self._come_up()
             process = self.process
             if wanted.error is not None:
                 raise wanted.error

@@ -44,7 +44,7 @@ from broker.zygote_link import StartFailed, Zygote
 from shm.errors import Code, InferError
 
 COME_UP = 0.5  # of the time there is to stop: for a replacement, whose loads may not end, to end what was accepted
-REST_S = 60.0  # for a replacement to take over regions, plans and channels
+TAKE_OVER_S = 60.0  # for a replacement to take over regions, plans and channels
 _log = logging.getLogger(__name__)
 
 
@@ -228,7 +228,8 @@ class Worker:
         state = self._state
         if self.state == "starting":  # it may be for a ring, and what rang shows when it is up
             return False
-        if self._rest.is_due(not busy and state.serves_nothing, now_ns) and not self._rest.begun:
+        taken = self._owner.blocks.taken(self.key)
+        if self._rest.is_due(not busy and state.serves_nothing, taken, now_ns) and not self._rest.begun:
             self._rest.begin(state)
             _log.info("worker '%s' rests until it is wanted: it has served nothing for a while", self.key)
             self.kill("served nothing")
@@ -302,7 +303,7 @@ class Worker:
             async with asyncio.timeout(self._owner.load_s):
                 await self._state.bring_models()
             self._was_ready = True
-            async with asyncio.timeout(REST_S):
+            async with asyncio.timeout(TAKE_OVER_S):
                 await self._state.bring_rest()
         except ProcessDied:
             return

@@ -25,16 +25,22 @@ _log = logging.getLogger(__name__)
 class Rest:
     """Whether a worker is to rest, and its rest. `begun`: its process is to end, or has ended, for that."""
 
-    __slots__ = ("_bells", "_idleness", "begun")
+    __slots__ = ("_bells", "_idleness", "_taken", "begun")
 
     def __init__(self, after_s: float) -> None:
         self.begun = False
         self._idleness = Idleness(after_s)
+        self._taken = 0
         self._bells: select.epoll | None = None  # while it rests
 
-    def is_due(self, idle: bool, now_ns: int) -> bool:
-        """Has it been `idle` for long? Called at every look."""
-        return self._idleness.is_long(idle, now_ns)
+    def is_due(self, idle: bool, taken: int, now_ns: int) -> bool:
+        """Has it been `idle` for long, and asked nothing? Called at every look. `taken`: requests, as it counts them.
+
+        Requests of a model that is not there count: its process would be ended, and started for the next of them.
+        """
+        asked = taken != self._taken
+        self._taken = taken
+        return self._idleness.is_long(idle and not asked, now_ns)
 
     def begin(self, state: DesiredState) -> None:
         """The process is about to be ended: what is asked of the worker from now on is for the next one."""

@@ -61,6 +61,7 @@ from shm.statistics import (
     RETRIED,
     STARTED,
     SUCCESS,
+    TAKEN,
     StatisticsPage,
 )
 
@@ -79,9 +80,8 @@ class StatisticsBlocks:
         self._blocks: dict[Owner, dict[str, list[int]]] = {}  # by the worker that writes to them
         self._owners: dict[int, Owner] = {}
         self.cached_before: Counter[int] = Counter()  # by word of CACHE_COUNTERS: of workers that are gone
-        self._lost: dict[
-            Owner, tuple[int, int]
-        ] = {}  # count and ns; not in a block, which only a worker writes, and that worker is dead
+        # Count and ns; not in a block, which only a worker writes, and that worker is dead.
+        self._lost: dict[Owner, tuple[int, int]] = {}
 
     def has_room(self, owner: Owner, count: int, worker: str = "") -> bool:
         """Would `take` succeed?"""
@@ -118,6 +118,10 @@ class StatisticsBlocks:
     def load(self, key: str) -> int:
         """How many requests a worker has that wait or run."""
         return self.of_worker(key)[IN_FLIGHT]
+
+    def taken(self, key: str) -> int:
+        """How many requests a worker's processes have taken, refused ones among them."""
+        return self.of_worker(key)[TAKEN]
 
     def give_back(self, owner: Owner) -> list[int]:
         """Forget an owner and its counters. Returns the blocks that are free now."""

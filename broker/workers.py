@@ -171,9 +171,12 @@ class Workers:
         return iter(tuple(self._workers.values()))
 
     def on_gpu(self, uuid: str) -> Worker | None:
-        """One that is up and opens this GPU's memory: it runs there, or else on the CPU, where the memory is copied."""
-        ready = [worker for worker in self if worker.state == "ready" and worker.device in (uuid, "")]
-        return max(ready, key=lambda worker: worker.device == uuid, default=None)
+        """One that opens this GPU's memory: of those that run there, or where none does, of those that will copy it.
+
+        One that is up, or else one at rest, which comes up for what it is asked. None: they are about to come up.
+        """
+        there = [worker for worker in self if worker.device == uuid] or [worker for worker in self if not worker.device]
+        return next((worker for state in ("ready", "resting") for worker in there if worker.state == state), None)
 
     @property
     def zygote_pid(self) -> int | None:

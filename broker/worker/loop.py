@@ -315,6 +315,7 @@ class Loop:
             self._refuse(self.scheduler.add(taken))
         refused = [request for request, admitted in notable if not admitted]
         if refused:
+            self._taken += len(refused)
             count_endings(refused)
             channel.complete(refused)
             if steps := [request for request in refused if request.sequence_id and request.ended == Code.CANCELLED]:

@@ -6,8 +6,10 @@ import asyncio
 import os
 import sys
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ import clientlib
 from broker.logical_worker import Worker
 from broker.workers import Workers
 from shm.memory import sealed_memfd
+from shm.statistics import TAKEN
 from tests.fakes import models
 from tests.fakes.broker import Broker, alive, eventually
 from tests.fakes.channel import PLAN, Twin, submit
@@ -115,6 +118,40 @@ async def test_one_that_nobody_has_anything_at_is_forgotten_with_its_block(journ
 
 
 @in_loop
+async def test_one_that_is_asked_for_models_that_are_gone_does_not_rest(journal: Journal) -> None:
+    async with running(rest_after_s=60.0) as workers:
+        worker = await serve(workers)
+        await worker.unload("m", 1)
+        start_ns, minute = time.monotonic_ns(), 61_000_000_000  # no look of its own comes between these
+        for look in range(1, 5):
+            workers.blocks.of_worker(OTHER)[TAKEN] += 1
+            worker.let_rest(False, start_ns + look * minute)
+            assert not worker._rest.begun
+        for look in (5, 6):
+            worker.let_rest(False, start_ns + look * minute)
+        assert worker._rest.begun
+
+
+@in_loop
+async def test_memory_of_a_gpu_is_opened_by_its_worker_also_when_that_rests(journal: Journal) -> None:
+    fd = sealed_memfd("test-region", 4096)
+    async with running(rest_after_s=0.0) as workers:
+        workers.gpu_uuid = "GPU-{}".format
+        await workers.start(KEY).until_up()
+        assert workers.on_gpu("GPU-0") is workers.of(KEY)
+        worker = workers.start("gpu0/default")
+        assert workers.on_gpu("GPU-0") is None, "it is about to come up"
+        await worker.until_up()
+        await worker.add_region(region_of(fd))
+        await until(lambda: worker.state == "resting")
+        assert workers.on_gpu("GPU-0") is worker
+        assert workers.on_gpu("GPU-1") is workers.of(KEY)
+        await workers.on_gpu("GPU-0").add_region(replace(region_of(fd), region=7))
+        await until(lambda: worker.state == "resting")
+    os.close(fd)
+
+
+@in_loop
 async def test_the_default_worker_never_rests(journal: Journal) -> None:
     async with running(rest_after_s=0.0) as workers:
         worker = await load(workers, config())
@@ -134,14 +171,17 @@ async def test_a_worker_of_a_failed_load_rests(journal: Journal) -> None:
         await until(lambda: not list(workers))
 
 
+@pytest.mark.parametrize(
+    "wait", [Worker.until_up, lambda worker: worker.add_region(region_of(0))], ids=["up", "region"]
+)
 @in_loop
 async def test_a_worker_that_cannot_be_started_rests_unless_somebody_waits_for_it(
-    journal: Journal, monkeypatch: pytest.MonkeyPatch
+    journal: Journal, monkeypatch: pytest.MonkeyPatch, wait: Callable[[Worker], Coroutine[Any, Any, None]]
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     async with running(rest_after_s=0.0) as workers:
         worker = workers.start(OTHER)
-        waiting = asyncio.create_task(worker.until_up())
+        waiting = asyncio.create_task(wait(worker))
         await until(lambda: worker.state == "backoff")
         for _ in range(2):
             assert not worker.let_rest(False, time.monotonic_ns())

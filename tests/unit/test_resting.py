@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -76,6 +77,25 @@ def test_a_rest_lasts_until_the_worker_is_wanted_or_rung_for(twin: Twin) -> None
         await asyncio.wait_for(resting, 30)
 
     asyncio.run(rests())
+
+
+def test_requests_that_come_keep_a_worker_from_rest_whatever_becomes_of_them() -> None:
+    rest, minute = Rest(60.0), 61_000_000_000
+    for look in range(1, 5):
+        assert not rest.is_due(True, look, look * minute)
+    assert not rest.is_due(True, 4, 5 * minute), "since this look it is asked nothing"
+    assert rest.is_due(True, 4, 6 * minute)
+
+
+def test_a_channel_that_cannot_be_left_is_for_the_next_process(twin: Twin, caplog: pytest.LogCaptureFixture) -> None:
+    wrong = replace(record_of(twin), slots=twin.slots * 1000)
+
+    async def rests() -> None:
+        with Twin() as other:
+            await asyncio.wait_for(Rest(60.0).last([wrong, record_of(other, 2)], asyncio.Event()), 30)
+
+    asyncio.run(rests())
+    assert caplog.messages == ["channel 1 cannot be left"]
 
 
 def test_who_leaves_a_worker_at_rest_is_not_heard_any_more(twin: Twin) -> None:
