@@ -1,6 +1,8 @@
 """The rules of supervision, without processes: when to restart, whom to blame, what counts as hung.
 
-`broker.workers` asks them. Nothing here reads a clock, a page or a descriptor: times are arguments.
+`broker.workers`, `broker.logical_worker` and what that is made of ask them about workers, `broker.gateways` about
+gateways, `broker.server` about regions that shrink. Nothing here reads a clock, a page or a descriptor: times are
+arguments.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What happens to a channel when its worker has died. Two callers, one rule book.
 
-The broker, as coroner (`bury`), runs at once: it redoes the ledger and gives an ending to what must not run again.
-The replacement (`recover`) does the same first, finds those done, and gets back what is left to run. Both may be
-interrupted at any store and done again from the start: the completion tail is the commit point, everything after it is
-redone from it.
+The broker, as coroner (`bury`), runs once it knows how the worker died, or at most 50 ms after the death: it redoes the
+ledger and gives an ending to what must not run again. The replacement (`recover`) does the same first, finds those
+done, and gets back what is left to run. Both may be interrupted at any store and done again from the start: the
+completion tail is the commit point, everything after it is redone from it.
 
 Precondition: the dead worker's pidfd is readable, so that none of its threads can store anything any more.
 """

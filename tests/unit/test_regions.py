@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shm.descriptor_kinds import filesystem_of
 from shm.regions import (
     FileIdentity,
     LocalMemory,
@@ -30,6 +31,16 @@ from tests.fakes.region_files import (  # noqa: F401 (fixtures)
     refusal,
     system_object,
 )
+
+
+def test_the_file_system_of_a_descriptor_is_known_without_asking_that(fds, tmp_path):
+    (tmp_path / "file").touch()
+    fds.extend((memfd(), *(os.open(tmp_path / "file", flags) for flags in (os.O_RDONLY, os.O_PATH))))
+    assert [filesystem_of(fd) for fd in fds] == [os.fstat(fd).st_dev for fd in fds]
+    assert filesystem_of(fds[0]) != filesystem_of(fds[1])
+    closed = os.dup(fds[0])
+    os.close(closed)
+    assert filesystem_of(closed) is None
 
 
 class TestPool:
