@@ -225,9 +225,9 @@ def test_clients_do_not_notice(tmp_path: Path) -> None:
 
         asking = broker.client()
 
-        def state() -> str | None:
+        def shown(of: str) -> Any:
             rows = asking.ask("GetStatus")["status"]["workers"]
-            return next((row["state"] for row in rows if row["key"] == OTHER), None)
+            return next((row[of] for row in rows if row["key"] == OTHER), None)
 
         with clientlib.connect(f"ipc://{broker.directory}") as client:
             x, y = client.create_region("x", 4096), client.create_region("y", 4096)
@@ -236,13 +236,15 @@ def test_clients_do_not_notice(tmp_path: Path) -> None:
                 x.array((1, 2), np.float32)[:] = number
                 assert prepared.infer(timeout=30)["y"].tolist() == [[number + 1] * 2]
                 client.unload("add1")
-                eventually(lambda: state() == "resting", "its worker rests")
+                eventually(lambda: shown("state") == "resting", "its worker rests")
                 if number < 2:  # one of its requests wakes the worker
+                    before = shown("requests")
                     with pytest.raises(clientlib.InferError, match="not loaded"):
                         prepared.infer(timeout=30)
+                    eventually(lambda before=before: shown("requests") > before, "refused ones count, too")
                 client.load("add1")
             assert prepared.infer(timeout=30)["y"].tolist() == [[3] * 2]
             client.unload("add1")
-        eventually(lambda: state() is None, "it is forgotten once its client is gone")
+        eventually(lambda: shown("state") is None, "it is forgotten once its client is gone")
         assert "rests until it is wanted" in broker.log()
         assert "next start in" not in broker.log()
