@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Protocol, final
 
 from broker import gateway_answers, lease_answers
-from broker.channels import Channels
+from broker.channels import MAX_CHANNELS, Channels
 from broker.gateway.options import LogOptions
 from broker.lookup_hints import hinted
 from broker.plans import ModelLookup, Plans
@@ -127,7 +127,11 @@ class Control:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), STARTING_S)
         return messages.Welcome(
-            protocol=PROTOCOL, epoch=self._epoch, session=session.peer.session, version=self._version
+            protocol=PROTOCOL,
+            epoch=self._epoch,
+            session=session.peer.session,
+            version=self._version,
+            max_channels=MAX_CHANNELS,
         )
 
     # --- requests --------------------------------------------------------------------------------------------------

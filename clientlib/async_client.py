@@ -93,12 +93,13 @@ class AsyncClient(StaysHere):
         sock.setblocking(False)
         session = AsyncSession(sock, client.native.directory, client._loop, on_notice, client._ended)
         try:
-            await session.drive(client.native.greet(), client._loop.time() + timeout)
+            welcome = await session.drive(client.native.greet(), client._loop.time() + timeout)
         except BaseException:
             session.close()
             raise
         # Gateways answer for clients that know of one broker only: the steps of a sequence may come by several of them.
-        client.native.link = Link(client.native.lose, session, LoopLanes(), Homes(shared=True, alone=alone))
+        lanes = LoopLanes(welcome.max_channels)
+        client.native.link = Link(client.native.lose, session, lanes, Homes(shared=True, alone=alone))
         return client
 
     async def call(

@@ -19,6 +19,7 @@ from shm.layout import FINAL
 BUSY_S = 200e-6  # polling costs 15 µs a request, being rung 40 µs: worth it while requests follow each other
 REST_S = 0.05  # longest rest while requests are outstanding: bounds what a lost wake-up could cost
 PAUSE_S = 5.0  # between two looks for streams that nobody reads; a worker gives up after 30 s without one
+UNUSED_S = 60.0  # a channel that was not used for so long may be given back when the broker gives no more
 LATE_S = 0.3  # for the ring of what a rest finds completed when it ends; after a death it is the broker that rings
 
 
@@ -51,17 +52,19 @@ class AsyncLane:
         "_unrung",
         "channel",
         "error",
+        "number",
         "worker",
     )
 
     def __init__(self, worker: str, channel: ClientChannel, left: Left) -> None:
         self.worker = worker
         self.channel = channel
+        self.number = 0
         self.error: InferError | None = None
         self._left = left
         self._loop = asyncio.get_running_loop()
         self._busy = False
-        self._active = 0.0  # when something last happened (loop time)
+        self._active = self._loop.time()  # when something last happened
         self._rest: asyncio.TimerHandle | None = None
         self._unrung = False  # something was completed, and nobody has rung since
         self._queue: deque[Sends] = deque()
@@ -96,6 +99,22 @@ class AsyncLane:
             self._held.remove(stream)
             if not self._busy and self.error is None:
                 self._wake()
+
+    def touch(self) -> None:
+        """Somebody is about to use it, if it is at rest."""
+        self._active = self._loop.time()
+
+    @property
+    def unused_s(self) -> float:
+        """For how long nobody has used it; 0 while somebody does."""
+        if self.error is not None or self._queue or self.channel.outstanding:
+            return 0.0
+        return self._loop.time() - self._active
+
+    def give_back(self) -> None:
+        """Others need a channel. Whoever has waited for something else since they were given this one is told."""
+        text = f"the channel to worker '{self.worker}', which nobody used, was given back for another one: try again"
+        self._stop(InferError(Code.UNAVAILABLE, text))
 
     def close(self) -> None:
         """End everything that is outstanding, as far as this process is concerned."""
@@ -186,15 +205,20 @@ class AsyncLane:
 class LoopLanes:
     """The lanes of one session on one loop: one per worker."""
 
-    __slots__ = ("_by_worker",)
+    __slots__ = ("_by_worker", "_limit")
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int) -> None:
+        """`limit`: how many channels the broker gives the session."""
+        self._limit = limit
         self._by_worker: dict[str, AsyncLane] = {}
 
     def mine(self, worker: str) -> AsyncLane | None:
         """The loop's lane to `worker`; None: open a channel and `add` it."""
         lane = self._by_worker.get(worker)
-        return lane if lane is None or lane.error is None else None
+        if lane is None or lane.error is not None:
+            return None
+        lane.touch()
+        return lane
 
     def add(self, worker: str, channel: ClientChannel, left: Left) -> AsyncLane:
         """A new channel is this loop's; a second one for the same worker is one too many."""
@@ -208,6 +232,15 @@ class LoopLanes:
     def shared(self, worker: str) -> AsyncLane | None:
         """A loop has one lane per worker: there is none to share instead."""
         return None
+
+    def give_up(self) -> AsyncLane | None:
+        """At the broker's limit the lane that was not used for the longest, closed; None: all are in use."""
+        lane = max(self.all(), key=lambda lane: lane.unused_s, default=None)
+        if lane is None or len(self._by_worker) < self._limit or lane.unused_s <= UNUSED_S:
+            return None
+        del self._by_worker[lane.worker]
+        lane.give_back()
+        return lane
 
     def all(self) -> list[AsyncLane]:
         """Every lane."""

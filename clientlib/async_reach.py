@@ -73,7 +73,7 @@ class AsyncReach:
                 self._native.check()
                 session = AsyncSession(await self._dial(until, wait=wait), self._native.directory, self._loop)
                 try:
-                    await session.drive(self._native.greet(), deadline)
+                    welcome = await session.drive(self._native.greet(), deadline)
                     await session.drive(self._native.attach(), deadline)
                 except BaseException as error:
                     session.close()
@@ -81,7 +81,7 @@ class AsyncReach:
                     if not (wait and isinstance(error, ConnectionLost) and self._loop.time() < until):
                         raise
                 else:
-                    self._native.link = Link(self._native.lose, session, LoopLanes())
+                    self._native.link = Link(self._native.lose, session, LoopLanes(welcome.max_channels))
             return self._native.link
 
     async def _dial(self, until: float, *, wait: bool) -> socket.socket:

@@ -5,6 +5,7 @@ Procedures (see `clientlib.session`), used by `clientlib.native`, and by the cli
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Generic, final
 
 from clientlib.link import Bound, L, Link, Prepared
@@ -18,11 +19,12 @@ from shm.sockets import close_all
 
 @final
 class Binder(Generic[L]):
-    """`slots` and `spin_s`: of the channels it opens."""
+    """`slots` and `spin_s`: of the channels it opens. `unbind`: no plan may use a channel that was given back."""
 
-    __slots__ = ("_slots", "_spin_s")
+    __slots__ = ("_slots", "_spin_s", "_unbind")
 
-    def __init__(self, slots: int, spin_s: float) -> None:
+    def __init__(self, slots: int, spin_s: float, unbind: Callable[[], None]) -> None:
+        self._unbind = unbind
         self._slots = slots
         self._spin_s = spin_s
 
@@ -69,16 +71,22 @@ class Binder(Generic[L]):
                 pass  # the next try is `Spread.is_due`'s
 
     def _open_channel(self, link: Link[L], worker: str) -> Procedure[L]:
+        ask = Call(messages.OpenChannel(worker=worker, slots=self._slots), expects=3)
         try:
-            reply, fds = yield Call(messages.OpenChannel(worker=worker, slots=self._slots), expects=3)
+            reply, fds = yield ask
         except ConnectionLost:
             raise
         except InferError as error:
-            # Several threads may have asked for the last channel at once.
-            lane = link.lanes.shared(worker) if error.code == Code.UNAVAILABLE.name else None
-            if lane is None:
+            if error.code != Code.UNAVAILABLE.name:
                 raise
-            return lane
+            # Several threads may have asked for the last channel at once.
+            if (lane := link.lanes.shared(worker)) is not None:
+                return lane
+            if (unused := link.lanes.give_up()) is None:
+                raise
+            self._unbind()
+            yield Call(messages.CloseChannel(channel=unused.number))
+            reply, fds = yield ask
         assert isinstance(reply, messages.ChannelInfo)
         try:
             memory, bell, pipe = fds
@@ -87,6 +95,8 @@ class Binder(Generic[L]):
             close_all(fds)
             raise
         lane = link.lanes.add(worker, channel, link)
-        if lane.channel is not channel:  # others opened one at the same time
+        if lane.channel is channel:
+            lane.number = reply.channel
+        else:  # others opened one at the same time
             yield Call(messages.CloseChannel(channel=reply.channel))
         return lane

@@ -26,11 +26,12 @@ class Lane:
     released when the request ends, or when the role is free and somebody must take it.
     """
 
-    __slots__ = ("__weakref__", "_left", "channel", "error", "waiters", "worker")
+    __slots__ = ("__weakref__", "_left", "channel", "error", "number", "waiters", "worker")
 
     def __init__(self, worker: str, channel: ClientChannel, left: Left) -> None:
         self.worker = worker
         self.channel = channel
+        self.number = 0
         self.waiters: list[threading.Lock] = []
         self.error: InferError | None = None  # set when nobody may wait here any more: closed, or forked
         self._left = left
@@ -151,6 +152,10 @@ class Lanes:
     def give_back(self, lane: Lane) -> None:
         """A thread has ended; requests of it that are still outstanding are settled by the next."""
         self._free[lane.worker].append(lane)
+
+    def give_up(self) -> Lane | None:
+        """None: a thread may be about to use any of them, and is not stopped from that for the sake of a rare case."""
+        return None
 
     def all(self) -> list[Lane]:
         """Every lane, whoever holds it."""

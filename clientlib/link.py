@@ -25,6 +25,7 @@ class Lane(Protocol):
 
     worker: str
     channel: ClientChannel
+    number: int  # of the channel, as the broker counts them
 
     def close(self) -> None:
         """Nobody may wait on it any more."""
@@ -47,6 +48,9 @@ class Lanes(Protocol[L]):
 
     def shared(self, worker: str) -> L | None:
         """A lane to `worker` that others use too, when no channel can be opened any more."""
+
+    def give_up(self) -> L | None:
+        """At the broker's limit: a lane that was not used for long, closed on this side. None: there is none."""
 
     def all(self) -> list[L]:
         """Every lane there is."""

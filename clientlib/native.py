@@ -56,7 +56,7 @@ class Native(Generic[L]):
         self.leases = Leases()
         self.orders = Orders()
         self._store = Store()
-        self.binder: Binder[L] = Binder(slots, spin_s)
+        self.binder: Binder[L] = Binder(slots, spin_s, self._unbind_all)
         self._make_region = make_region
         self._lock = threading.Lock()  # for the set: adding while another thread goes through it is an error
         self._plans: weakref.WeakSet[PlanState[L]] = weakref.WeakSet()

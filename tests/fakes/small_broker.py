@@ -37,6 +37,7 @@ from shm.run_directory import SOCKET
 from shm.worker_channel import WorkerChannel
 
 WORKER = "cpu/default"
+MAX_CHANNELS = 2
 
 
 def _tensor(name: str, datatype: str, shape: tuple[int, ...], symbols: tuple[str, ...]) -> TensorMetadata:
@@ -124,6 +125,7 @@ class _Session:
         self.memories: dict[str, MappedMemory] = {}
         self.plans: dict[int, Any] = {}
         self.channels: list[tuple[WorkerChannel, tuple[int, ...]]] = []
+        self.given_back = 0  # channels, which stay in the list
 
     def close(self) -> None:
         self.sock.close()
@@ -142,6 +144,8 @@ class SmallBroker:
         self.starting = False  # greet nobody
         self.completed = 0
         self.calls: list[str] = []
+        self.closed: list[int] = []  # channels that were given back
+        self.workers: dict[str, str] = {}  # by model; WORKER has the others
         self.deadlines: list[int] = []  # of the submissions, as they came
         self.answers: dict[str, Callable[[Any], Any]] = {}  # what to answer instead, by type of request
         self.several: Callable[[Request], bool] = lambda request: True  # runs a request; does it end now?
@@ -281,7 +285,9 @@ class SmallBroker:
             case messages.Hello():
                 if self.starting:
                     return messages.Starting(done=3, total=7)
-                return messages.Welcome(protocol=1, epoch=str(self.epoch), session=1, version="0", max_channels=2)
+                return messages.Welcome(
+                    protocol=1, epoch=str(self.epoch), session=1, version="0", max_channels=MAX_CHANNELS
+                )
             case messages.GetModels():
                 return messages.Models(models=tuple(MODELS.values()))
             case messages.GetModel(model=name):
@@ -310,6 +316,10 @@ class SmallBroker:
                 return messages.Done()
             case messages.OpenChannel(slots=slots):
                 return self._open_channel(session, slots, out)
+            case messages.CloseChannel(channel=number):
+                self.closed.append(number)
+                session.given_back += 1
+                return messages.Done()
             case messages.GetStatistics():
                 return messages.Statistics(model_stats=({"name": "double"},))
         return messages.Done()
@@ -334,9 +344,12 @@ class SmallBroker:
         self._generation += 1
         plan = _Plan(asked, dict(session.memories))
         session.plans[7 | self._generation << 32] = plan
-        return messages.Prepared(index=7, generation=self._generation, worker=WORKER, model_version="1", rows=plan.rows)
+        worker = self.workers.get(asked.model, WORKER)
+        return messages.Prepared(index=7, generation=self._generation, worker=worker, model_version="1", rows=plan.rows)
 
     def _open_channel(self, session: _Session, slots: int, out: list[int]) -> Any:
+        if len(session.channels) - session.given_back >= MAX_CHANNELS:
+            raise InferError(Code.UNAVAILABLE, f"too many channels: a session has at most {MAX_CHANNELS}")
         slots = 1 << (slots - 1).bit_length()
         geometry = Geometry(slots)
         memory = sealed_memfd("test-channel", geometry.channel_bytes)

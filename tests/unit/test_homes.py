@@ -96,7 +96,7 @@ def test_a_plan_reaches_the_home_of_a_sequence_that_it_does_not_prefer() -> None
         link=link, index=1, generation=1, bound_at={B}, worker=B, layout=layout, word=1, events=False
     )
     spread: Any = SimpleNamespace(prepared=prepared, workers=(B, C), bounds={})
-    binder: Binder[Any] = Binder(8, 0.0)
+    binder: Binder[Any] = Binder(8, 0.0, lambda: None)
     asked = Asked({})
     assert asked.run(binder.bind_at(link, spread, A)).lane is lanes[A]
     assert asked.workers == [A]
