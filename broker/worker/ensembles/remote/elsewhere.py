@@ -200,5 +200,6 @@ class SpreadEnsemble(Ensemble):
         """Equal for requests whose steps have the same shapes, and which may share a plan elsewhere."""
         rows = request.rows
         inputs = tuple((t.name, t.shape_of(rows), t.memory(request.input_position, rows).size) for t in plan.inputs)
-        owner = plan.owner if self._sequences else 0
+        # Whose sequence a step is of, its plan says, here as elsewhere.
+        owner = plan.owner if self._sequences or request.sequence_id else 0
         return inputs, rows, frozenset(t.name for t in plan.outputs), owner, key_of(plan.parameters), behind
