@@ -54,6 +54,13 @@ class Given(dict[str, tuple[str, ...]]):
         """Raises UsageError."""
         return integer(name, self[name][-1]) if name in self else default
 
+    def at_least(self, least: int, name: str, default: int) -> int:
+        """A number that must not be smaller. Raises UsageError."""
+        number = self.integer(name, default)
+        if number < least:
+            raise UsageError(f"invalid value for --{name}: {number} (expected at least {least})")
+        return number
+
     def port(self, name: str, default: int) -> int:
         """A TCP port; 0 turns the service off. Raises UsageError."""
         number = self.integer(name, default)

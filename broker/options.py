@@ -160,7 +160,7 @@ def parse_serve(arguments: Sequence[str]) -> Options:
         model_memory_limit=byte_size("model-memory-limit", given.text("model-memory-limit", "0")),
         allow_code_overrides=given.flag("allow-code-overrides", False),
         model_load_deaths=given.integer("model-load-deaths", 5),
-        model_load_timeout_s=max(1, given.integer("model-load-timeout-secs", 600)),
+        model_load_timeout_s=given.at_least(1, "model-load-timeout-secs", 600),
         exit_timeout_secs=max(0, given.integer("exit-timeout-secs", 30)),
         exit_on_error=given.flag("exit-on-error", True),
         strict_model_config=given.flag("strict-model-config", False)

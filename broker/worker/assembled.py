@@ -23,7 +23,7 @@ from broker.worker.assembly import (
     scattered,
 )
 from broker.worker.backends import Binding, Operand
-from broker.worker.binding import check_rows, deliver, results_of
+from broker.worker.binding import check_rows, deliver, watched_results
 from broker.worker.given import said
 from broker.worker.model import Instance
 from broker.worker.plans import PlacedTensor, Plan
@@ -306,7 +306,7 @@ class _Batch:
     def cut(self, binding: Binding) -> dict[str, list[Array]]:
         """Each output by row of the batch (one entry per request or empty slot)."""
         cut: dict[str, list[Array]] = {}
-        results = results_of(self._instance.model, binding, len(self._outputs))
+        results = watched_results(self._instance, binding, len(self._outputs), self.total)
         for operand, array in zip(self._outputs, results, strict=True):
             by = self._assembly.scatter.get(operand.name)
             if by is not None:

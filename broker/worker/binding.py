@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import time
 from collections.abc import Sequence
 from typing import final
 
@@ -218,6 +219,15 @@ def results_of(model: LoadedModel, binding: Binding, wanted: int) -> list[npt.ND
         )
     check_count(model, results or (), wanted)
     return results or []
+
+
+def watched_results(instance: Instance, binding: Binding, wanted: int, rows: int) -> list[npt.NDArray[np.generic]]:
+    """`results_of` with the hang watch on: the code of a model's own may hang there, too."""
+    instance.begin(rows, time.monotonic_ns())
+    try:
+        return results_of(instance.model, binding, wanted)
+    finally:
+        instance.end(rows, 0)
 
 
 def check_in_place(model: LoadedModel, execution: Execution) -> None:

@@ -24,8 +24,8 @@ from broker.worker.binding import (
     deliver,
     execution_of,
     remember,
-    results_of,
     serialized,
+    watched_results,
 )
 from broker.worker.buffers import BatchBuffers
 from broker.worker.cache import Output, Response
@@ -113,7 +113,7 @@ def _run_execution(instance: Instance, request: Request, execution: Execution, b
     request.copied = execution.copied
     ended = ran
     if execution.opens:
-        results = results_of(instance.model, execution.binding, len(execution.opens))
+        results = watched_results(instance, execution.binding, len(execution.opens), rows)
         delivered = deliver(instance.model, request, execution.opens, results)
         if instance.model.gives_parameters:
             give(instance.model, execution.binding, (request,))
@@ -192,7 +192,7 @@ def _run_gathered(instance: Instance, requests: list[Request], now: int) -> None
     binding = _batch_binding(instance, requests[0], buffers, rows)
     copied = _now()
     ran = run_watched(instance, binding.run, rows, copied)
-    results = results_of(instance.model, binding, sum(buffer is None for buffer in buffers.outputs))
+    results = watched_results(instance, binding, sum(buffer is None for buffer in buffers.outputs), rows)
     scattered = _scatter(instance, requests, buffers, results, rows)
     if instance.model.gives_parameters:
         give(instance.model, binding, requests)

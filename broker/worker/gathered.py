@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from broker.worker.backends import Binding, Operand
-from broker.worker.binding import check_rows, client_shape, deliver, results_of, serialized
+from broker.worker.binding import check_rows, client_shape, deliver, serialized, watched_results
 from broker.worker.buffers import BatchBuffers
 from broker.worker.cache import Output, Response
 from broker.worker.given import said
@@ -47,7 +47,7 @@ def run_union(instance: Instance, requests: Sequence[Request], now: int) -> None
     binding = _binding(instance, requests[0], wanted, buffers, rows)
     copied = _now()
     ran = run_watched(instance, binding.run, rows, copied)
-    results = dict(zip(wanted, results_of(instance.model, binding, len(wanted)), strict=True))
+    results = dict(zip(wanted, watched_results(instance, binding, len(wanted), rows), strict=True))
     for name, array in results.items():
         check_rows(instance.model, name, array, rows)
     given = said(instance.model, binding, requests) if instance.model.gives_parameters else [b""] * len(requests)

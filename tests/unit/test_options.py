@@ -115,6 +115,7 @@ def test_flags_without_effect_are_named_once_each():
         (["--trace-config=jaeger,url=x"], "invalid value for trace mode option: jaeger. Available options are"),
         (["--trace-level=some"], "invalid value for trace level option: some"),
         (["--exit-timeout-secs=soon"], "invalid value for --exit-timeout-secs: soon"),
+        (["--model-load-timeout-secs=0"], "invalid value for --model-load-timeout-secs: 0 (expected at least 1)"),
         (["--log-format=xml"], "invalid argument for --log-format, got: xml"),
         (
             ["--model-control-mode=magic"],

@@ -135,6 +135,26 @@ def test_a_binding_that_hangs_can_be_seen(tmp_path, monkeypatch):
         assert not instance.longest.get(0)
 
 
+def test_results_that_hang_can_be_seen(tmp_path, monkeypatch):
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "m" / "config.pbtxt").write_text(CONFIG)
+    (tmp_path / "m" / "backend.py").write_text(BACKEND + "[np.array([7, 8], np.int32)]")
+    with Loaded(run(tmp_path)) as loaded:
+        (instance,) = loaded.model.instances
+        seen, results = [], instance.runtime.results
+
+        def watched():
+            seen.append(instance.block[statistics.BATCH])
+            return results()
+
+        monkeypatch.setattr(instance.runtime, "results", watched)
+        plan = loaded.plan(loaded.memory(), [spec("x", (4,))], [spec("y", (-1,), "INT32", offset=256, byte_size=64)])
+        loaded.run(loaded.request(plan))
+        assert seen
+        assert all(seen)
+        assert instance.block[statistics.BATCH] == 0
+
+
 @pytest.mark.parametrize(
     ("results", "text"),
     [
