@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from broker.supervision import Load, LoadDeaths
 from broker.worker.messages import UNLOADED, AddRegion, BindPlan, LinkMessage, LoadInstances, UnloadModel
 from broker.worker_process import Lacking, ProcessDied, WorkerProcess
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, fresh
 
 ANSWER_S = 30.0  # for a worker, or its replacement, to acknowledge
 END_LOAD_S = 10.0  # for a load that is not wanted any more to end by itself; then its process is killed
@@ -271,7 +271,7 @@ class DesiredState:
             await self._come_up()
             process = self.process
             if wanted.error is not None:
-                raise wanted.error
+                raise fresh(wanted.error)
             if process is None or self.stopping.is_set():
                 raise InferError(Code.UNAVAILABLE, STOPPING)
             if wanted.dropped:

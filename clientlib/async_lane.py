@@ -13,7 +13,7 @@ from typing import Protocol, final
 
 from clientlib.channels import GONE, Left
 from shm.client_channel import ClientChannel
-from shm.errors import Code, ForkedError, InferError
+from shm.errors import Code, ForkedError, InferError, fresh
 from shm.layout import FINAL
 
 BUSY_S = 200e-6  # polling costs 15 µs a request, being rung 40 µs: worth it while requests follow each other
@@ -74,7 +74,7 @@ class AsyncLane:
     def submit(self, pending: Sends) -> None:
         """Send the request, or queue it behind those that came before."""
         if self.error is not None:
-            raise self.error
+            raise fresh(self.error)
         if self._queue or not pending.send():
             pending.check()  # what the channel would refuse later, when nobody is there to be told
             self._queue.append(pending)

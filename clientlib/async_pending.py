@@ -205,6 +205,7 @@ class AsyncPending(StaysHere):
             if self.entry is None:
                 raise expired()
             if code := self.entry[2] & CODE_MASK:
+                self.lease = None  # who keeps the error keeps this object by its traceback
                 raise self._failure(code)
             self._result = self._bound.layout.result(
                 self.entry, self.note, self.output_slot, self._rows, self.lease, self.copied

@@ -21,7 +21,7 @@ from clientlib.link import Link
 from clientlib.native import Native
 from clientlib.session import Procedure
 from clientlib.submission import remaining_s
-from shm.errors import Code, ConnectionLost, InferError
+from shm.errors import Code, ConnectionLost, InferError, fresh
 
 T = TypeVar("T")
 
@@ -92,11 +92,11 @@ class AsyncReach:
                 problem = InferError(Code.UNAVAILABLE, f"the broker in {self._native.directory} is too busy to answer")
             except Absent as absent:
                 if not wait:
-                    raise absent.error from None
+                    raise fresh(absent.error) from None
                 problem = absent.error
             remaining = until - self._loop.time()
             if remaining <= 0:
-                raise problem
+                raise fresh(problem)
             await asyncio.sleep(min(remaining, RETRY_S))
             self._native.check()
 

@@ -14,7 +14,7 @@ from typing import TypeVar, final
 
 from clientlib.session import Answer, Call, Procedure, Session
 from shm import sockets
-from shm.errors import InferError, ProtocolError
+from shm.errors import InferError, ProtocolError, fresh
 from shm.messages import Message
 from shm.sockets import close_all
 
@@ -110,6 +110,7 @@ class AsyncSession:
         finally:
             if counted and number not in self._session.unanswered:  # else until the answer comes
                 self._calls.release()
+            del future  # which holds the error that it raised, and that this frame
 
     def close(self) -> None:
         """End the session; whoever waits is told that it was closed."""
@@ -128,7 +129,7 @@ class AsyncSession:
                     await self._writable()
                 except OSError:
                     self._end("went away")
-        raise self._session.lost
+        raise fresh(self._session.lost)
 
     async def _writable(self) -> None:
         ready = asyncio.Event()

@@ -24,7 +24,7 @@ from clientlib.responses import Assembler, Inbox
 from clientlib.results import InferResult
 from clientlib.streams import Stream, expired, note_outgrown
 from clientlib.submission import CARRIED, AnyOptions, check_options
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, fresh
 from shm.layout import FINAL
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class AsyncStream(StaysHere):
                 return await source.next()
             except InferError as error:
                 failure = error.with_traceback(None)  # which would hold on to this try, and that to it
-        raise failure from None
+        raise fresh(failure) from None
 
     @property
     def final(self) -> bool:

@@ -15,7 +15,7 @@ from clientlib.channels import Lane, wake
 from clientlib.link import Bound
 from clientlib.overlap import Live, in_use
 from clientlib.waiting import Waiting
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, fresh
 
 _now = time.monotonic
 LOOK_AGAIN_S = 0.01  # while waiting for a place: other threads may have left requests that nobody reaps
@@ -81,7 +81,7 @@ def submit_when_free(
             finally:
                 lane.leave_role()
         if lane.error is not None:
-            raise lane.error
+            raise fresh(lane.error)
         ident = channel.submit(
             request,
             bound.word,

@@ -39,7 +39,7 @@ from clientlib.spread import Spread
 from clientlib.streams import Source, Stream
 from clientlib.submission import MAX_PRIORITY, deadline_ns_of
 from clientlib.sync_session import SyncSession
-from shm.errors import Code, ConnectionLost, InferError
+from shm.errors import Code, ConnectionLost, InferError, fresh
 from shm.messages import ModelMetadata, RegionRecord
 from shm.parameters import Parameter
 
@@ -370,11 +370,11 @@ class Client(StaysHere):
                 problem = InferError(Code.UNAVAILABLE, f"the broker in {self.native.directory} is too busy to answer")
             except Absent as absent:
                 if not wait:
-                    raise absent.error from None
+                    raise fresh(absent.error) from None
                 problem = absent.error
             remaining = until - time.monotonic()
             if remaining <= 0:
-                raise problem
+                raise fresh(problem)
             if self._closing.wait(min(remaining, RETRY_S)):
                 self.native.check()
 

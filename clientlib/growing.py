@@ -12,7 +12,7 @@ from typing import final
 
 from clientlib.failures import NotServed, RoomNeeded
 from clientlib.results import InferResult
-from shm.errors import InferError
+from shm.errors import InferError, fresh
 
 RETRIED = (RoomNeeded, NotServed)  # kept without a traceback: it would hold on to the first try, and that to it
 
@@ -52,7 +52,7 @@ def infer_again(
         except RoomNeeded as error:
             failure = error.with_traceback(None)
     if grown:
-        raise failure
+        raise fresh(failure)
     return infer()
 
 
@@ -71,5 +71,5 @@ async def infer_again_async(
         except RoomNeeded as error:
             failure = error.with_traceback(None)
     if grown:
-        raise failure
+        raise fresh(failure)
     return await infer()

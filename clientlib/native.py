@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, final
 
@@ -61,7 +62,7 @@ class Native(Generic[L]):
         self._lock = threading.Lock()  # for the set: adding while another thread goes through it is an error
         self._plans: weakref.WeakSet[PlanState[L]] = weakref.WeakSet()
         # (link, index, generation), appended to when a plan is collected, in any thread; sent with the next prepare.
-        self._released: list[tuple[Link[L], int, int]] = []
+        self._released: deque[tuple[Link[L], int, int]] = deque()
         process.tell_after_fork(self)
 
     # --- life ------------------------------------------------------------------------------------------------------
@@ -76,7 +77,7 @@ class Native(Generic[L]):
         """`link` is of no use any more: the next call makes a new one."""
         if self.link is link:
             self.link = None
-            self._released = []
+            self._released.clear()
             link.session.close()
         # Also by a thread that comes second: it may not go on with its old channel while the first is still at it.
         self._unbind_all()
@@ -87,7 +88,7 @@ class Native(Generic[L]):
             return
         self.closed = True
         link, self.link = self.link, None
-        self._released = []
+        self._released.clear()
         self._unbind_all()
         if link is not None:
             for lane in link.lanes.all():
@@ -380,7 +381,10 @@ class Native(Generic[L]):
         yield from self._release_dropped(link)
 
     def _release_dropped(self, link: Link[L]) -> Procedure[None]:
-        dropped, self._released = self._released, []
-        for prepared_on, index, generation in dropped:
+        while self._released:  # by any thread at any time
+            try:
+                prepared_on, index, generation = self._released.popleft()
+            except IndexError:  # another thread was first
+                return
             if prepared_on is link:
                 yield Call(messages.Release(index=index, generation=generation))

@@ -17,7 +17,7 @@ from clientlib.failures import NotServed
 from clientlib.layout import Layout
 from clientlib.results import InferResult
 from clientlib.waiting import Waiting
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, fresh
 from shm.layout import CODE_MASK
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class Pending(Waiting):
     """
 
     __slots__ = (
+        "_left",
         "_result",
         "copied",
         "deadline_ns",
@@ -64,6 +65,7 @@ class Pending(Waiting):
         self.lease: Lease | None = None
         self.entry: tuple[int, ...] | None = None
         self._wakes = None
+        self._left = False
         self._result: InferResult | None = None
 
     def settle(self, entry: tuple[int, ...], note: bytes) -> None:
@@ -81,7 +83,7 @@ class Pending(Waiting):
         """Has it ended? Never waits."""
         if self.entry is None:
             if self.lane.error is not None:
-                raise self.lane.error
+                raise fresh(self.lane.error)
             self.lane.look()
         return self.entry is not None
 
@@ -110,10 +112,24 @@ class Pending(Waiting):
             entry = self.entry
             assert entry is not None
             if code := entry[2] & CODE_MASK:
+                self.lease = None  # who keeps the error keeps this object by its traceback
                 raise self._failure(code)
             self._result = self.layout.result(entry, self.note, self.output_slot, self.rows, self.lease, self.copied)
             self.lease = None
         return self._result
+
+    def leave(self) -> None:
+        """For the one caller that knew of it: its place is for others as soon as it has ended."""
+        self._left = True
+        if self._wakes is None:
+            self._wakes = []  # so that `settle` looks
+        if self.entry is not None:
+            self.lease = None
+
+    def _wake_all(self) -> None:
+        super()._wake_all()
+        if self._left:
+            self.lease = None
 
     def _failure(self, code: int) -> InferError:
         error = self.layout.failure(code, self.note)

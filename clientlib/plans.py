@@ -304,9 +304,8 @@ class Plan(StaysHere):
     ) -> Pending:
         """`ran`: it did, and there was too little room for its result. A sequence must not take that step twice."""
         event = 0
-        try:
-            bound = self._local.bound
-        except AttributeError:
+        bound = getattr(self._local, "bound", None)
+        if bound is None:  # not while AttributeError is handled: what fails would hold that, and it this frame
             bound, event = self._bind(deadline_ns, (sequence_id, sequence_start, sequence_end))
         flags = 0
         if rows or priority or sequence_id or sequence_start or sequence_end:
@@ -363,7 +362,11 @@ class Plan(StaysHere):
                 channel.role.release()
                 if lane.waiters:
                     lane.pass_on()
-        return pending.result() if pending.entry is None else pending.take()
+        try:
+            return pending.result() if pending.entry is None else pending.take()
+        except BaseException:
+            pending.leave()
+            raise
 
 
 def was_released() -> InferError:

@@ -21,7 +21,7 @@ from clientlib.arena import aligned
 from clientlib.results import InferResult
 from shm import datatypes
 from shm.datatypes import BYTES
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, fresh
 from shm.layout import CODE_MASK, FINAL, NOTED
 from shm.messages import MAX_RESPONSES
 from shm.responses import Extent, part_count, unpack
@@ -331,7 +331,7 @@ class Inbox:
         if self._closed:
             return None
         if isinstance(item, InferError):
-            raise item
+            raise fresh(item)
         return item.result()
 
     def fail(self, error: InferError) -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol, TypeVar, final
 import msgspec
 
 from shm import messages
-from shm.errors import Code, ConnectionLost, InferError, ProtocolError
+from shm.errors import Code, ConnectionLost, InferError, ProtocolError, fresh
 from shm.gateway_messages import Exiting, Settings, Tracing
 from shm.messages import (
     ChannelInfo,
@@ -91,7 +91,7 @@ class Session:
     def request(self, call: Call, waiter: Waiter) -> tuple[int, bytes]:
         """The id and the datagram of `call`. Raises InferError for what the broker would hang up on."""
         if self.lost is not None:
-            raise self.lost
+            raise fresh(self.lost)
         number = next(self._ids)
         kind = type(call.message).__name__
         try:

@@ -27,7 +27,7 @@ from clientlib.responses import Assembler, Inbox
 from clientlib.results import InferResult
 from clientlib.submission import Options, check_options
 from clientlib.waiting import Waiting
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, fresh
 from shm.layout import FINAL
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Stream(StaysHere):
                 return source.next()
             except InferError as error:
                 failure = error.with_traceback(None)  # which would hold on to this try, and that to it
-        raise failure from None
+        raise fresh(failure) from None
 
     def cancel(self) -> bool:
         """Ask for an early end; False when it has ended already. What the model sends meanwhile can still be read.

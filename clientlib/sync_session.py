@@ -15,7 +15,7 @@ from typing import TypeVar, final
 
 from clientlib.session import Answer, Call, Procedure, Session
 from shm import sockets
-from shm.errors import InferError, ProtocolError
+from shm.errors import InferError, ProtocolError, fresh
 
 T = TypeVar("T")
 LONGEST_POLL_MS = 3_600_000  # poll() takes 24 days at most; whoever waits looks again after it
@@ -40,7 +40,7 @@ class _Reply:
 
     def take(self) -> Answer:
         if self.error is not None:
-            raise self.error
+            raise fresh(self.error)
         assert self.answer is not None
         return self.answer
 
@@ -133,7 +133,7 @@ class SyncSession:
             except OSError:
                 self._session.end()
                 assert self._session.lost is not None
-                raise self._session.lost from None
+                raise fresh(self._session.lost) from None
 
     def _catch_up(self) -> None:
         """Read the replies that came since everybody stopped waiting: what they gave is given back first."""

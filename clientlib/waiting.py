@@ -11,6 +11,7 @@ import time
 
 from clientlib.channels import Lane, wake
 from clientlib.process import StaysHere
+from shm.errors import fresh
 
 _now = time.monotonic
 LONGEST_WAIT_S = 3600.0  # of one wait; whoever waits looks again after it
@@ -47,7 +48,7 @@ class Waiting(StaysHere):
         try:
             while self.entry is None:
                 if lane.error is not None:
-                    raise lane.error
+                    raise fresh(lane.error)
                 remaining = deadline - _now()
                 if remaining <= 0:
                     lane.look()

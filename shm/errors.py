@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import re
-from typing import NamedTuple, final
+from typing import NamedTuple, TypeVar, final
 
 
 @final
@@ -81,6 +81,21 @@ class ProtocolError(InferError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.message,))
+
+
+E = TypeVar("E", bound=InferError)
+
+
+def fresh(error: E) -> E:
+    """The same error, to be raised in place of one that an attribute or a local name holds.
+
+    A raised error refers to its traceback, that to the frames it came through, and they to all their locals. Whatever
+    else holds the error holds those as well, and a name in one of these frames makes a cycle: arrays and places of
+    requests would stay in use until Python looks for cycles, which may be never.
+    """
+    copy = type(error).__new__(type(error), *error.args)
+    copy.__dict__.update(error.__dict__)
+    return copy
 
 
 MAX_QUOTED = 64  # characters

@@ -19,7 +19,7 @@ from broker.worker.backends.builtin import array_of
 from broker.worker.padding import made_inputs
 from broker.worker.stream import Stream
 from shm import datatypes
-from shm.errors import Code, InferError, described
+from shm.errors import Code, InferError, described, fresh
 
 Bytes = npt.NDArray[np.uint8]
 Shape = tuple[int, ...]
@@ -126,7 +126,7 @@ def _stream(execute: Callable[[list[Stream]], None], operands: _Operands) -> Non
     if not ending.came.wait(STREAM_S):
         raise InferError(Code.UNAVAILABLE, f"it had no final response within {STREAM_S:g} s")
     if ending.error:
-        raise ending.error
+        raise fresh(ending.error)
 
 
 @final

@@ -39,7 +39,7 @@ from clientlib.remote.streams import AsyncRemoteInflow, AsyncRemoteSingle, check
 from clientlib.remote.transport import AsyncStreams, AsyncTransport, InferAnswer
 from clientlib.results import InferResult
 from clientlib.submission import MAX_PRIORITY, Options, deadline_ns_of, remaining_s
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, fresh
 from shm.messages import ModelMetadata, RegionRecord
 from shm.parameters import Parameter
 
@@ -304,7 +304,7 @@ class AsyncRemoteClient(StaysHere):
         result = ended_result(layout, at, copied, end)
         if isinstance(result, InferError):
             self.remote.check()  # a client that was closed meanwhile says so
-            raise result
+            raise fresh(result)
         return result
 
     async def start(

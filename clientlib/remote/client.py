@@ -39,7 +39,7 @@ from clientlib.remote.transport import InferAnswer, InferRequest, Streams, Trans
 from clientlib.results import InferResult
 from clientlib.streams import Source, Stream
 from clientlib.submission import MAX_PRIORITY, Options, deadline_ns_of
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, fresh
 from shm.messages import ModelMetadata, RegionRecord
 from shm.parameters import Parameter
 
@@ -310,7 +310,7 @@ class RemoteClient(StaysHere):
         result = ended_result(layout, at, copied, end)
         if isinstance(result, InferError):
             self.remote.check()  # a client that was closed meanwhile says so
-            raise result
+            raise fresh(result)
         return result
 
     def start(

@@ -17,7 +17,7 @@ from clientlib import details
 from clientlib.remote.grpc_codec import decode_infer, encode_infer
 from clientlib.remote.transport import InferAnswer, InferRequest, cancelled, plain
 from clientlib.streams import expired
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, fresh
 
 ErrorOf = Callable[[Any], InferError]  # of a call that ended with a status
 
@@ -86,7 +86,7 @@ class GrpcAnswers:
                     raise _ending(error, self._error_of) from None
                 answer, _ = decode_stream(reply)
                 if isinstance(answer, InferError):
-                    raise answer
+                    raise fresh(answer)
                 if answer is not None:
                     return answer
         return None
@@ -127,7 +127,7 @@ class AsyncGrpcAnswers:
                 break
             answer, self.final = decode_stream(reply)
             if isinstance(answer, InferError):
-                raise answer
+                raise fresh(answer)
             if answer is not None:
                 return answer
         return None

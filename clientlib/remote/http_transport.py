@@ -27,7 +27,7 @@ from clientlib.remote import http_codec
 from clientlib.remote.http_codec import HEADER_LENGTH, HttpCall
 from clientlib.remote.http_connections import Connection, Connections, Flight, Workers, reason_of
 from clientlib.remote.transport import Ended, InferAnswer, InferRequest, Word, cancelled, late, lost, unreachable
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, fresh
 
 MAX_JOINED = 1 << 16  # bytes of a body that goes out in one piece with its head
 _BROKEN = (ConnectionError, http.client.HTTPException, ssl.SSLError)
@@ -126,7 +126,7 @@ class HttpTransport:
                     flight.leave()
                     self._connections.give_back(connection)
                 if isinstance(answer, InferError):
-                    raise answer
+                    raise fresh(answer)
                 return answer
             except (InferError, OSError, http.client.HTTPException) as error:
                 if flight.cancelled:

@@ -14,7 +14,7 @@ from clientlib.remote import zmq_codec
 from clientlib.remote.transport import InferAnswer, InferRequest, Word, lost, unreachable
 from clientlib.remote.zmq_line import HEARTBEAT_S, RECONNECT_S, RETRY_S, Line, call_back, repeat
 from shm import zmq_messages as words
-from shm.errors import InferError
+from shm.errors import InferError, fresh
 
 CANCEL_S = 5.0  # how long the end of a cancelled request is waited for
 _in_parent: list[object] = []
@@ -56,7 +56,7 @@ class AsyncZmqTransport:
         """As `AsyncTransport.infer`."""
         end = zmq_codec.infer_answer(await self._ask(partial(zmq_codec.infer_message, request), deadline))
         if isinstance(end, InferError):
-            raise end
+            raise fresh(end)
         return end
 
     # --- life ------------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class AsyncZmqTransport:
             await self._session(deadline)
             reply = await self._wait(make, deadline)
             if isinstance(reply, InferError):
-                raise reply
+                raise fresh(reply)
             if last or not repeat(reply):
                 return reply
         raise AssertionError
@@ -124,7 +124,7 @@ class AsyncZmqTransport:
                 await self._connect(min(deadline, self._loop.time() + RECONNECT_S))
                 reply = await self._wait(self._line.hello, deadline)
                 if isinstance(reply, InferError):
-                    raise reply
+                    raise fresh(reply)
                 if self._line.greeted(reply) and self._line.regions:
                     listed = await self._wait(_list_regions, deadline)
                     if not isinstance(listed, InferError):

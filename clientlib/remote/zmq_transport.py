@@ -22,7 +22,7 @@ from clientlib.remote import transport, zmq_codec
 from clientlib.remote.transport import InferAnswer, InferRequest, Word, lost, unreachable
 from clientlib.remote.zmq_line import HEARTBEAT_S, RECONNECT_S, RETRY_S, Ended, Line, call_back, repeat
 from shm import zmq_messages as words
-from shm.errors import InferError
+from shm.errors import InferError, fresh
 
 CROWD_S = 1.0  # how long it stays so that several threads wait
 LOOK_S = 0.02  # how late an answer may come that nobody waits for, while somebody waits alone now and then
@@ -86,7 +86,7 @@ class ZmqTransport:
         """As `Transport.infer`."""
         end = zmq_codec.infer_answer(self._ask(partial(zmq_codec.infer_message, request), deadline))
         if isinstance(end, InferError):
-            raise end
+            raise fresh(end)
         return end
 
     def submit(self, request: InferRequest, deadline: float, ended: transport.Ended) -> Callable[[], None]:
@@ -177,7 +177,7 @@ class ZmqTransport:
             self._session(deadline)
             reply = self._wait(make, deadline)
             if isinstance(reply, InferError):
-                raise reply
+                raise fresh(reply)
             if last or not repeat(reply):
                 return reply
         raise AssertionError
@@ -218,7 +218,7 @@ class ZmqTransport:
                 self._connect(min(deadline, time.monotonic() + RECONNECT_S))
                 reply = self._wait(self._line.hello, deadline)
                 if isinstance(reply, InferError):
-                    raise reply
+                    raise fresh(reply)
                 with self._lock:
                     greeted = self._line.greeted(reply)
                     again = greeted and bool(self._line.regions)

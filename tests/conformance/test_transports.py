@@ -322,7 +322,7 @@ if (pid := os.fork()) == 0:
     with clientlib.connect(url) as fresh:
         print(fresh.infer("add1", {"x": x})["y"].tolist(), flush=True)
     os._exit(0)
-assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+assert (status := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) == 0, status
 print(pending.result(30)["y"].tolist(), plan.infer(timeout=30)["y"].tolist())
 client.close()
 """

@@ -18,7 +18,7 @@ from grpc import aio
 from broker.gateway.grpc.codec import encode_response, stream_end, stream_error, stream_message
 from broker.gateway.grpc.limits import Budget
 from broker.gateway.kserve import InferRequest, InferResponse, Responses
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, fresh
 
 MAX_OUTSTANDING: Final = 64  # requests read whose response was not sent: then nothing more is read from the stream
 MAX_LASTING: Final = 128  # requests of decoupled models that run, beside those, as `lasting` has it; more wait
@@ -129,7 +129,7 @@ class Stream:
     def _message(self, response: InferResponse, request: InferRequest) -> bytes | InferError:
         try:
             if response.error is not None:
-                raise response.error
+                raise fresh(response.error)
             message = stream_message(encode_response(response, response.final))
         except InferError as error:
             return self._failed(error, request, final=response.final)
@@ -151,7 +151,7 @@ class Stream:
 
     async def _write(self, message: bytes | InferError) -> None:
         if isinstance(message, InferError):
-            raise message
+            raise fresh(message)
         async with self._writing:
             try:
                 async with asyncio.timeout(WRITE_STALL_S):

@@ -18,7 +18,7 @@ from broker.gateway.http.tensors import read_flat, write_data
 from broker.gateway.kserve import Buffer, InferRequest, InferResponse, InputTensor, Responses, Service
 from broker.gateway.options import GatewayOptions
 from shm.datatypes import shape_text
-from shm.errors import Code, InferError, shortened
+from shm.errors import Code, InferError, fresh, shortened
 from shm.message_values import ModelMetadata, TensorMetadata
 
 MAX_NAMED: Final = 8  # parameters that an error names
@@ -48,7 +48,7 @@ class Generate:
         finally:
             await responses.aclose()
         if response.error is not None:
-            raise response.error
+            raise fresh(response.error)
         return Reply(parts=(await _encoded(response),))
 
     async def stream(self, request: Request, model: str, version: str) -> Reply:
@@ -92,7 +92,7 @@ class Events:
         response = await anext(self._responses)
         try:
             if response.error is not None:
-                raise response.error
+                raise fresh(response.error)
             text, self.status = await _encoded(response), 200
         except InferError as error:
             text, self.status = body_of(error.message), status_of(error)

@@ -20,7 +20,7 @@ from broker.worker.backends import Binding, Context, Operand
 from broker.worker.backends.builtin import array_of, cpu_only, sleep_unless, store
 from broker.worker.stream import Stream
 from shm.datatypes import shape_text
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, fresh
 
 
 def load(context: Context) -> Repeat:
@@ -79,7 +79,7 @@ class _Once:
             text = shape_text(self._inputs["IN"].shape)
             raise InferError(Code.INVALID_ARG, f"a model that is not decoupled has one response, got IN {text}")
         if (late := _too_long(delay, wait)) is not None:
-            raise late
+            raise fresh(late)
         time.sleep(max(int(delay[0]), int(wait[0])) / 1000)
         made = {"OUT": values.astype(np.int32), "IDX": np.zeros(1, np.uint32)}
         self._results = store(self._outputs, made)

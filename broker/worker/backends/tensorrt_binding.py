@@ -18,7 +18,7 @@ from broker.worker.cuda.staging import DeviceBuffer, Places, size_of
 from broker.worker.cuda.streams import Bytes, address
 from shm import datatypes
 from shm.datatypes import shape_text
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, fresh
 
 if TYPE_CHECKING:
     from broker.worker.backends.tensorrt import TensorRTModel
@@ -306,7 +306,7 @@ def _allocator(model: TensorRTModel) -> Any:
         def check(self) -> None:
             error, self.error = self.error, None
             if error is not None:
-                raise error
+                raise fresh(error)
 
         def result(self) -> tuple[Shape, OnGpu]:
             assert self.buffer is not None

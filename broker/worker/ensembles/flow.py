@@ -25,7 +25,7 @@ from broker.worker.running import check_sizes
 from broker.worker.stream import NOTHING, Arrays, Given, Taker
 from broker.worker.streams import Streams
 from shm.admission import Request, Verdict
-from shm.errors import Code, InferError, as_infer_error
+from shm.errors import Code, InferError, as_infer_error, fresh
 
 if TYPE_CHECKING:
     from broker.worker.ensembles.ensemble import Ensemble
@@ -126,7 +126,7 @@ class Flow(Withdrawable):
         try:
             error = error or branch.error
             if error is not None:
-                raise error
+                raise fresh(error)
             outputs = branch.outputs()
             if outputs is not None and not self.unwanted():
                 self._taker.send(outputs, "", False)

@@ -15,7 +15,7 @@ from broker.worker.ensembles.remote.memory import SharedMemory
 from broker.worker.ensembles.remote.places import Places
 from broker.worker.ensembles.remote.session import StepSession
 from broker.worker.plans import PlacedTensor, Plan
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, fresh
 from shm.message_values import TensorSpec
 from shm.messages import Prepare, PrepareAt, PrepareStep, Release, Reply
 from shm.messages import Prepared as Answer
@@ -84,13 +84,13 @@ class Bound:
     def word(self, worker: str) -> int:
         """What submissions name it by, 0 while it is not known there. Raises InferError if it cannot be had."""
         if self._error is not None:
-            raise self._error
+            raise fresh(self._error)
         if worker in self._at:
             return self._word
         with self._lock:
             refused = self._refused.get(worker)
             if refused is not None and worker not in self._at and worker not in self._asked:
-                raise refused
+                raise fresh(refused)
             return self._word if worker in self._at else 0
 
     def choose(self, now: int, turn: int) -> Lane:
