@@ -33,7 +33,7 @@ from clientlib.remote.memory import Opened
 from clientlib.remote.transport import InferRequest, Word
 from clientlib.submission import remaining_s
 from shm import model_fit
-from shm.errors import Code, InferError
+from shm.errors import Code, ConnectionLost, InferError
 from shm.message_values import IndexEntry
 from shm.messages import ModelMetadata, RegionRecord
 from shm.model_fit import Given
@@ -83,7 +83,11 @@ class Remote:
 
     def greet(self) -> Procedure[None]:
         """The first call: is there a server? Says once what the transport means for copies."""
-        if not (yield transport.Live()):
+        try:
+            live = yield transport.Live()
+        except ConnectionLost:  # gRPC's first one in a forked child may break while it comes about
+            live = yield transport.Live()
+        if not live:
             raise InferError(Code.UNAVAILABLE, f"the server at {self.address.url} is not ready to serve")
         means = (
             "arrays travel in messages, tensors in regions are read and written where they lie"

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, final, runtime_checkable
 
 from clientlib.address import Address
-from shm.errors import Code, InferError
+from shm.errors import Code, ConnectionLost, InferError
 from shm.parameters import Parameter
 
 Buffer = bytes | bytearray | memoryview
@@ -328,11 +328,10 @@ def unreachable(address: Address, reason: object) -> InferError:
     return InferError(Code.UNAVAILABLE, f"cannot reach {address.url}: {reason}")
 
 
-def lost(address: Address, reason: object) -> InferError:
+def lost(address: Address, reason: object) -> ConnectionLost:
     """The error for an answer that will not come."""
-    return InferError(
-        Code.UNAVAILABLE,
-        f"the connection to {address.url} ended before the answer came ({reason}): the request may have run or not",
+    return ConnectionLost(
+        f"the connection to {address.url} ended before the answer came ({reason}): the request may have run or not"
     )
 
 

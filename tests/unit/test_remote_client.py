@@ -12,7 +12,7 @@ import pytest
 from clientlib.remote import transport
 from clientlib.remote.async_client import AsyncRemoteClient
 from clientlib.remote.transport import InferAnswer, OutputTensor
-from shm.errors import Code, InferError
+from shm.errors import Code, ConnectionLost, InferError
 from tests.fakes.remote import ADDRESS, AsyncFakeTransport, FakeTransport, answer, client_on, doubled, plan_of
 
 
@@ -80,6 +80,13 @@ class TestSaid:
         fake.refuses[transport.Live] = InferError(Code.UNAVAILABLE, "Server exiting")
         with pytest.raises(InferError, match="Server exiting"):
             client_on(fake)
+        assert fake.said == [transport.Live()]
+
+    def test_a_first_connection_that_breaks_is_made_again_once(self, fake):
+        fake.refuses[transport.Live] = ConnectionLost("broken")
+        with pytest.raises(ConnectionLost, match="broken"):
+            client_on(fake)
+        assert fake.said == [transport.Live()] * 2
 
 
 class TestAnswers:
