@@ -17,7 +17,7 @@ demo: $(STAMP)
 	$(BIN)/python -m examples.demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --second-attempts=2
+	$(BIN)/python -m pytest --second-attempts=3
 
 unit: $(STAMP)
 	$(BIN)/python -m pytest tests/unit tests/test_architecture.py

@@ -16,7 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--cuda", choices=("sim", "real"), default="sim", help="the driver of the CUDA tests: tests/cusim, or a GPU's"
     )
     parser.addoption(
-        "--second-attempts", type=int, default=0, metavar="N", help="of tests with processes, in this run; printed"
+        "--second-attempts", type=int, default=0, metavar="N", help="how many tests may have one in this run; printed"
     )
 
 

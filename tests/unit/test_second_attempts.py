@@ -24,32 +24,23 @@ def test_fails_once(number):
 
 
 def finished(attempts: SecondAttempts, outcomes: str) -> object:
-    for outcome in outcomes.split():
-        attempts.pytest_runtest_logreport(SimpleNamespace(outcome=outcome))  # type: ignore[arg-type]
+    """`outcomes`: of one test after the other; those of one test are joined by "+"."""
+    for number, of_one in enumerate(outcomes.split()):
+        for outcome in of_one.split("+"):
+            report = SimpleNamespace(outcome=outcome, nodeid=f"test {number}")
+            attempts.pytest_runtest_logreport(report)  # type: ignore[arg-type]
     session = SimpleNamespace(exitstatus=pytest.ExitCode.OK)
     attempts.pytest_sessionfinish(session)  # type: ignore[arg-type]
     return session.exitstatus
 
 
 def test_a_run_that_needed_more_than_it_was_given_fails() -> None:
-    assert finished(SecondAttempts(2), "passed rerun passed rerun passed") == pytest.ExitCode.OK
-    assert finished(SecondAttempts(2), "rerun passed rerun passed rerun passed") == pytest.ExitCode.TESTS_FAILED
+    assert finished(SecondAttempts(2), "passed rerun+passed rerun+passed") == pytest.ExitCode.OK
+    assert finished(SecondAttempts(2), "rerun+passed rerun+passed rerun+passed") == pytest.ExitCode.TESTS_FAILED
 
 
-def test_only_tests_with_processes_get_one() -> None:
-    marked = []
-
-    class Item:
-        def __init__(self, nodeid: str) -> None:
-            self.nodeid = nodeid
-
-        def add_marker(self, marker: pytest.MarkDecorator) -> None:
-            assert marker.mark.kwargs == {"reruns": 1}
-            marked.append(self.nodeid)
-
-    places = ["tests/unit/a.py::t", "tests/conformance/a.py::t", "tests/integration/a.py::t", "tests/faults/a.py::t"]
-    SecondAttempts(1).pytest_collection_modifyitems([Item(place) for place in places])  # type: ignore[list-item]
-    assert marked == places[2:]
+def test_a_test_whose_end_fails_too_counts_once() -> None:
+    assert finished(SecondAttempts(1), "rerun+rerun+passed") == pytest.ExitCode.OK
 
 
 @pytest.fixture
@@ -69,7 +60,7 @@ def test_pytest_itself_says_what_failed_first_and_how_the_run_ended(
     result = project.runpytest_inprocess(f"--second-attempts={given}", "-p", "no:cacheprovider")
     assert result.ret == status
     assert result.parseoutcomes() == {"passed": 3, "rerun": 3}
-    expected = [f"*3 first attempts that failed; {given} may, in one run*"]
+    expected = [f"*first attempts that failed: 3 tests, {given} may have one in a run*"]
     for number in range(3):
         expected += [
             f"tests/integration/test_once.py::test_fails_once[[]{number}] (call)",
