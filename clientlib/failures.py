@@ -13,6 +13,7 @@ from shm.errors import Code, InferError, is_too_small
 # What workers say, see `shm.admission`, `broker.worker.models`, `.plans` and `.answers`.
 _OUTDATED = "prepare the plan again"
 _NOT_SERVED = re.compile(r"model '[^']*' is not loaded")
+_ABSENT = "Request for unknown model: "  # Triton's words, see `broker.catalogue`
 _WANTS_SEQUENCE = "must specify a non-zero or non-empty correlation ID"  # Triton's words
 _IN_USE = re.compile(r"still in flight|in flight on plans that share memory")
 
@@ -34,8 +35,17 @@ class NotServed(InferError):
     """The worker that a request was sent to does not serve the model. Another one may. The request has not run."""
 
 
+class ModelAbsent(InferError):
+    """The broker's word on a model that a prepared plan was made for: nobody serves it now. The request has not run."""
+
+
 class PlanOutdated(InferError):
     """The model was reloaded with other inputs or outputs since the plan was made. The request has not run."""
+
+
+def is_absent(error: InferError) -> bool:
+    """Does the broker say that a model is not there, or none of its versions?"""
+    return error.message.startswith(_ABSENT)
 
 
 def with_remedy(error: InferError) -> InferError:

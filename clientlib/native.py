@@ -24,7 +24,7 @@ from clientlib.arguments import LONGEST_TEXT, model_text, shown, text, version_t
 from clientlib.binding import Binder
 from clientlib.cuda_order import Orders, Ring
 from clientlib.cuda_region import CudaRegion
-from clientlib.failures import RoomNeeded
+from clientlib.failures import ModelAbsent, RoomNeeded, is_absent
 from clientlib.layout import Layout, sketch
 from clientlib.leases import Leases
 from clientlib.link import Bound, L, Link, PlanState, Prepared
@@ -362,7 +362,9 @@ class Native(Generic[L]):
             except InferError as error:
                 if isinstance(error, ConnectionLost):
                     raise
-                # It is served nowhere now: what was prepared is good again when it is loaded where it was.
+                if is_absent(error):  # it was unloaded; the next request asks again
+                    raise ModelAbsent(error.code, error.message) from None
+                # Else its worker has the word: what was prepared is good again when it is loaded where it was.
         bound = yield from self.binder.bind(link, prepared, prepared.worker)
         if prepared.workers:
             bound.spread = Spread(plan.recipe.model, link, prepared)

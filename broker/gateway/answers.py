@@ -12,7 +12,7 @@ from broker.gateway.kserve import DECOUPLED, InferRequest, InferResponse, Output
 from broker.gateway.plan_cache import Entry
 from broker.gateway.regions import Alias
 from broker.gateway.timeouts import EXPIRED
-from clientlib.failures import PlanOutdated
+from clientlib.failures import ModelAbsent, PlanOutdated
 from clientlib.results import InferResult
 from shm.errors import Code, InferError
 
@@ -58,7 +58,7 @@ def response_of(entry: Entry, request: InferRequest, result: InferResult) -> Inf
 
 def is_gone(error: InferError) -> bool:
     """Was what the plan names replaced or retired? Then the request has not run."""
-    return isinstance(error, PlanOutdated) or _GONE.search(error.message) is not None
+    return isinstance(error, PlanOutdated | ModelAbsent) or _GONE.search(error.message) is not None
 
 
 def told(error: InferError, request: InferRequest, aliases: Iterable[Alias]) -> InferError:

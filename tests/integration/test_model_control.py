@@ -248,3 +248,38 @@ def test_loads_of_one_model_at_the_same_time_are_one(broker, repository):
     assert set(answers) == {answers[0]}
     assert "never" in answers[0]
     assert broker.log().count("loading: slow:1") - before <= 3
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_unloaded_model_is_unknown_whatever_asks_for_it_and_comes_back(broker, transport):
+    with clientlib.connect(url_of(broker, transport)) as client:
+        client.load("add1")
+        region = client.create_region(f"of.{transport}", X.nbytes)
+        array = region.array((1, 4), np.float32)
+        array[:] = X
+
+        def tensor() -> Any:
+            return region.tensor((1, 4), np.float32)
+
+        plan = client.prepare("add1", {"x": tensor()})
+        asks = (
+            plan.infer,
+            lambda: next(plan.stream()),
+            lambda: client.infer("add1", {"x": X}),
+            lambda: next(client.stream("add1", {"x": X})),
+            lambda: client.prepare("add1", {"x": tensor()}),
+            lambda: client.model("add1"),
+        )
+        for ask in asks:
+            ask()
+        for _ in range(2):
+            client.unload("add1")
+            for ask in (*asks, plan.infer):
+                with pytest.raises(InferError) as raised:
+                    ask()
+                assert raised.value.code == "NOT_FOUND", raised.value
+                assert raised.value.message.startswith("Request for unknown model: 'add1' has no available versions")
+                assert ("client.load('add1') loads it" in raised.value.message) == (transport == "native")
+            client.load("add1")
+            for ask in asks:
+                ask()
