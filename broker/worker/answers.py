@@ -15,7 +15,7 @@ from typing import Any, final
 
 import numpy as np
 
-from broker.worker.binding import check_shape, serialized
+from broker.worker.binding import check_shape, given_bytes
 from broker.worker.given import packed
 from broker.worker.model import Instance, LoadedModel
 from broker.worker.plans import Bytes, Plan
@@ -213,7 +213,7 @@ class Answers:
             array = np.asarray(outputs[tensor.name])
             reshape = model.reshapes.get(tensor.name)
             shape = tuple(array.shape) if reshape is None else reshape.to_client(tensor.name, array.shape)
-            found.append((serialized(tensor, array), shape))
+            found.append((given_bytes(model, tensor, array), shape))
         return found
 
     def _write(self, data: Sequence[Bytes | None], part: int) -> int:

@@ -20,7 +20,7 @@ from broker.worker.model import Instance, LoadedModel
 from broker.worker.plans import PlacedTensor, Plan
 from shm import datatypes
 from shm.admission import Request
-from shm.errors import Code, InferError, too_small
+from shm.errors import Code, InferError, described, too_small
 
 Bytes = npt.NDArray[np.uint8]
 MAX_BINDINGS = 4096  # per plan; a binding costs a few kilobytes
@@ -142,7 +142,7 @@ def deliver(
     check_count(model, arrays, len(tensors))
     for tensor, given in zip(tensors, arrays, strict=True):
         array = _checked(model, tensor, given)
-        data = serialized(tensor, array)
+        data = given_bytes(model, tensor, array)
         note.extend(place_for(model, request, tensor, client_shape(model, tensor, array), data.size))
         moves.append((tensor.memory(request.output_position)[: data.size], data))
     for target, data in moves:
@@ -199,10 +199,11 @@ def check_shape(model: LoadedModel, name: str, shape: tuple[int, ...], rows: int
 
 def check_rows(model: LoadedModel, name: str, array: npt.NDArray[np.generic], rows: int) -> None:
     """Raises InferError INTERNAL for a result of a batch that cannot be cut into the rows of its requests."""
-    if array.ndim == 0 or array.shape[0] != rows:
+    shape = np.shape(array)  # of own code that may be a list
+    if not shape or shape[0] != rows:
         raise InferError(
             Code.INTERNAL,
-            f"output '{name}' of model '{model.name}' has the shape {datatypes.shape_text(array.shape)}, a batch of "
+            f"output '{name}' of model '{model.name}' has the shape {datatypes.shape_text(shape)}, a batch of "
             f"{rows} rows has outputs of the shape [{rows},…]",
         )
 
@@ -211,14 +212,25 @@ def results_of(model: LoadedModel, binding: Binding, wanted: int) -> list[npt.ND
     """What a run made of the `wanted` outputs that have no memory. Raises InferError INTERNAL for another number."""
     with OWN_CODE:
         results = binding.results()
-    if results is None and wanted:
+    if type(results) is not list and (wanted if results is None else not _is_list(results)):
         raise InferError(
             Code.INTERNAL,
-            f"'results' of model '{model.name}' returned None: it must return a list with one array for each output "
-            f"whose memory is None, in order, here {wanted}",
+            f"'results' of model '{model.name}' returned {_said(results)}: it must return a list with one array for "
+            f"each output whose memory is None, in order, here {wanted}",
         )
     check_count(model, results or (), wanted)
     return results or []
+
+
+def _is_list(results: object) -> bool:
+    return isinstance(results, Sequence) and not isinstance(results, str | bytes)
+
+
+def _said(results: object) -> str:
+    """What came in the place of a list, for an error."""
+    if isinstance(results, np.ndarray):
+        return f"an array of {results.dtype} with the shape {datatypes.shape_text(results.shape)}"
+    return "None" if results is None else type(results).__name__
 
 
 def watched_results(instance: Instance, binding: Binding, wanted: int, rows: int) -> list[npt.NDArray[np.generic]]:
@@ -257,7 +269,14 @@ def check_count(model: LoadedModel, results: Sequence[object], wanted: int) -> N
 
 def _checked(model: LoadedModel, tensor: PlacedTensor, given: object) -> npt.NDArray[np.generic]:
     """A result as an array of the output's datatype: other bytes would be read as what they are not."""
-    array = np.asarray(given)
+    try:
+        array = np.asarray(given)
+    except Exception as error:  # lists of different lengths, what an object's own code raises
+        raise InferError(
+            Code.INTERNAL,
+            f"what model '{model.name}' gave for output '{tensor.name}', {type(given).__name__}, does not become an "
+            f"array: {described(error).splitlines()[0]}",
+        ) from error
     if tensor.datatype == datatypes.BYTES:
         fits = array.dtype.kind in "OSU"
     else:
@@ -270,6 +289,19 @@ def _checked(model: LoadedModel, tensor: PlacedTensor, given: object) -> npt.NDA
             f"{array.dtype}",
         )
     return array
+
+
+def given_bytes(model: LoadedModel, tensor: PlacedTensor, array: npt.NDArray[np.generic]) -> Bytes:
+    """`serialized`, of what `model` has just given. Raises InferError INTERNAL for strings that are none."""
+    try:
+        return serialized(tensor, array)
+    except InferError as error:
+        raise no_strings(model.name, tensor.name, error) from None
+
+
+def no_strings(model: str, output: str, error: InferError) -> InferError:
+    """What `shm.datatypes.encode_bytes` said of an output: the model's mistake, and not its caller's."""
+    return InferError(Code.INTERNAL, f"output '{output}' of model '{model}' is BYTES: {error.message}")
 
 
 def serialized(tensor: PlacedTensor, array: npt.NDArray[np.generic]) -> Bytes:

@@ -32,13 +32,14 @@ def load(context):
 RESULTS = """
 
 
-def gives(root, results: str):
+def gives(root, results: str, datatype: str = "INT32"):
     (root / "m" / "1").mkdir(parents=True)
-    (root / "m" / "config.pbtxt").write_text(CONFIG)
+    config = CONFIG.replace("TYPE_INT32", "TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}")
+    (root / "m" / "config.pbtxt").write_text(config)
     (root / "m" / "backend.py").write_text(BACKEND + results)
     with Loaded(run(root)) as loaded:
         memory = loaded.memory()
-        plan = loaded.plan(memory, [spec("x", (4,))], [spec("y", (-1,), "INT32", offset=256, byte_size=64)])
+        plan = loaded.plan(memory, [spec("x", (4,))], [spec("y", (-1,), datatype, offset=256, byte_size=64)])
         request = loaded.run(loaded.request(plan))
         return request, memory.get(256, (2,), "INT32").tolist()
 
@@ -56,6 +57,12 @@ def test_results_of_the_right_datatype_are_delivered(tmp_path, results):
         ("[np.array([1], np.int64)]", "output 'y' of model 'm' is INT32, the model gave an array of int64"),
         ("[np.array([b'a'], object)]", "output 'y' of model 'm' is INT32, the model gave an array of object"),
         ("[]", "model 'm' gave 0 results, 1 outputs wait for one"),
+        (
+            "[[[1], [2, 3]]]",
+            "what model 'm' gave for output 'y', list, does not become an array: ValueError: setting an array element "
+            "with a sequence. The requested array has an inhomogeneous shape after 1 dimensions. The detected shape "
+            "was (2,) + inhomogeneous part.",
+        ),
     ],
 )
 def test_others_are_an_error_of_the_model_and_nothing_is_written(tmp_path, results, text):
@@ -63,10 +70,38 @@ def test_others_are_an_error_of_the_model_and_nothing_is_written(tmp_path, resul
     assert (request.code, text_of(request), y) == (Code.INTERNAL, text, [0, 0])
 
 
-def test_no_results_and_no_binding_are_named(tmp_path):
-    request, y = gives(tmp_path / "results", "None")
-    text = "'results' of model 'm' returned None: it must return a list with one array for each output whose memory is "
-    assert (request.code, text_of(request), y) == (Code.INTERNAL, text + "None, in order, here 1", [0, 0])
+@pytest.mark.parametrize(
+    ("results", "text"),
+    [
+        ("[np.array([b'a', 7], object)]", "elements of BYTES are str or bytes, element 1 is int"),
+        ("[['a', None]]", "elements of BYTES are str or bytes, element 1 is NoneType"),
+        ("[['a', '\\ud800']]", "element 1 is not UTF-8 text: "),
+    ],
+)
+def test_elements_that_are_no_strings_are_the_model_s_mistake(tmp_path, results, text):
+    request, y = gives(tmp_path, results, "BYTES")
+    assert (request.code, y) == (Code.INTERNAL, [0, 0])
+    assert text_of(request).startswith(f"output 'y' of model 'm' is BYTES: {text}")
+
+
+@pytest.mark.parametrize(
+    ("results", "came"),
+    [
+        ("None", "None"),
+        ("5", "int"),
+        ("{'y': 1}", "dict"),
+        ("iter([])", "list_iterator"),
+        ("'y'", "str"),
+        ("np.array([[7, 8]], np.int32)", "an array of int32 with the shape [1,2]"),
+    ],
+)
+def test_results_that_are_no_list_are_named(tmp_path, results, came):
+    request, y = gives(tmp_path, results)
+    text = f"'results' of model 'm' returned {came}: it must return a list with one array for each output whose memory "
+    assert (request.code, text_of(request), y) == (Code.INTERNAL, text + "is None, in order, here 1", [0, 0])
+
+
+def test_no_binding_is_named(tmp_path):
     root = tmp_path / "bind"
     (root / "m" / "1").mkdir(parents=True)
     (root / "m" / "config.pbtxt").write_text(CONFIG)

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.worker.answers import PATIENCE_NS, check_outputs
+from broker.worker.binding import no_strings
 from broker.worker.ensembles.memory import Value, as_array, byte_size_of, fitted, kept, of_bytes
 from broker.worker.ensembles.run import Run, Withdrawable
 from broker.worker.plans import Plan
@@ -226,7 +227,10 @@ class Branch(Run):
         for name, array in outputs.items():
             tensor = graph.output_map.get(name)
             if tensor is not None and tensor in needed.wanted:
-                written[tensor] = kept(datatype[name], np.asarray(array))
+                try:
+                    written[tensor] = kept(datatype[name], np.asarray(array))
+                except InferError as error:
+                    raise no_strings(graph.model_name, name, error) from None
         if self._inbox.qsize() >= MAX_AHEAD:
             raise InferError(
                 Code.UNAVAILABLE, f"{MAX_AHEAD} responses of model '{graph.model_name}' wait for the steps behind it"
