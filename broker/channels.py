@@ -26,7 +26,7 @@ from shm.memory import sealed_memfd
 
 log = logging.getLogger(__name__)
 
-MAX_CHANNELS = 64  # per session; more threads share
+MAX_CHANNELS = 64  # per session, no setting; more threads share
 MAX_SLOTS = 1024
 
 
@@ -90,7 +90,9 @@ class Channels:
         if len(self.of(peer.session)) >= MAX_CHANNELS:
             raise InferError(
                 Code.UNAVAILABLE,
-                f"too many channels: a session has at most {MAX_CHANNELS}; close some or share them between threads",
+                f"too many channels: a client has at most {MAX_CHANNELS}, one for each worker and thread or event loop "
+                "that uses it, and all are in use: use fewer threads, connect() a second client, or have the models in "
+                'fewer worker groups (the parameter "worker_group" of their configurations)',
             )
         worker = self._worker_of(worker_key)
         slots = min(1 << (slots - 1).bit_length(), MAX_SLOTS)

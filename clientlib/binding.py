@@ -72,21 +72,21 @@ class Binder(Generic[L]):
 
     def _open_channel(self, link: Link[L], worker: str) -> Procedure[L]:
         ask = Call(messages.OpenChannel(worker=worker, slots=self._slots), expects=3)
-        try:
-            reply, fds = yield ask
-        except ConnectionLost:
-            raise
-        except InferError as error:
-            if error.code != Code.UNAVAILABLE.name:
+        while True:
+            try:
+                reply, fds = yield ask
+                break
+            except ConnectionLost:
                 raise
-            # Several threads may have asked for the last channel at once.
-            if (lane := link.lanes.shared(worker)) is not None:
-                return lane
-            if (unused := link.lanes.give_up()) is None:
-                raise
-            self._unbind()
-            yield Call(messages.CloseChannel(channel=unused.number))
-            reply, fds = yield ask
+            except InferError as error:
+                if error.code != Code.UNAVAILABLE.name:
+                    raise
+                if (unused := link.lanes.give_up()) is None:
+                    # Several threads may have asked for the last channel at once.
+                    if (lane := link.lanes.shared(worker)) is not None:
+                        return lane
+                    raise
+            yield from self._close_channel(unused)
         assert isinstance(reply, messages.ChannelInfo)
         try:
             memory, bell, pipe = fds
@@ -100,3 +100,12 @@ class Binder(Generic[L]):
         else:  # others opened one at the same time
             yield Call(messages.CloseChannel(channel=reply.channel))
         return lane
+
+    def _close_channel(self, unused: L) -> Procedure[None]:
+        self._unbind()
+        try:
+            yield Call(messages.CloseChannel(channel=unused.number))
+        except ConnectionLost:
+            raise
+        except InferError:
+            pass  # the broker has closed it all the same, without its worker's word

@@ -1,6 +1,7 @@
 """Channels of a client that is used by threads: one per thread and worker, handed on when its thread ends.
 
-A channel shared by threads costs ten times one of the thread's own, so sharing starts only at the broker's limit.
+A channel shared by threads costs ten times one of the thread's own, so sharing starts only at the broker's limit, when
+no thread that has ended has left one that could be given back.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections import defaultdict
 from typing import Protocol, final
 
 from shm.client_channel import ClientChannel
@@ -69,6 +69,22 @@ class Lane:
         with contextlib.suppress(IndexError):
             wake(self.waiters.pop(0))
 
+    def close_unused(self) -> bool:
+        """Close it if nothing is outstanding here and nobody is looking; else False. Nobody may be about to submit."""
+        if not self.channel.role.acquire(blocking=False):
+            return False
+        try:
+            self.channel.reap()  # what ended after its thread
+            if self.channel.outstanding:
+                return False
+            self.error = InferError(
+                Code.UNAVAILABLE, f"the channel to worker '{self.worker}' was given back: try again"
+            )
+            self.channel.close()
+        finally:
+            self.leave_role()
+        return True
+
     def close(self) -> None:
         """Nobody may wait here any more. The descriptors are closed unless a thread is using them right now."""
         self.error = InferError(Code.UNAVAILABLE, "the client was closed while the request was outstanding")
@@ -103,30 +119,37 @@ def wake(lock: threading.Lock) -> None:
 
 @final
 class _Held:
-    """The lanes of one thread. Dies with the thread, which returns them."""
+    """The lanes of one thread, and others' that it uses too. Dies with the thread, which returns them."""
 
-    __slots__ = ("_lanes", "by_worker")
+    __slots__ = ("_lanes", "by_worker", "shared")
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self.by_worker: dict[str, Lane] = {}
+        self.shared: list[Lane] = []
 
     def __del__(self) -> None:
         for lane in self.by_worker.values():
             self._lanes.give_back(lane)
+        for lane in self.shared:
+            self._lanes.leave_shared(lane)
 
 
 @final
 class Lanes:
-    """All lanes of one session; `limit` is how many channels the broker gives it."""
+    """All lanes of one session; `limit` is how many channels the broker gives it.
 
-    __slots__ = ("_all", "_free", "_limit", "_local", "_turn")
+    Without a lock: a thread may end, and return its lanes, anywhere in this code, even in the middle of a statement.
+    Each step on a list is atomic: who removes a lane has it.
+    """
+
+    __slots__ = ("_all", "_free", "_limit", "_local", "_shared", "_turn")
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._all: list[Lane] = []
-        # list.append and list.pop are atomic: a thread may end, and return its lanes, anywhere in this code.
-        self._free: defaultdict[str, list[Lane]] = defaultdict(list)
+        self._free: list[Lane] = []  # of threads that have ended, in that order
+        self._shared: list[Lane] = []  # once for each thread that uses it and does not own it
         self._local = threading.local()
         self._turn = itertools.count()
 
@@ -136,11 +159,11 @@ class Lanes:
         lane = held.by_worker.get(worker)
         if lane is not None:
             return lane
-        try:
-            lane = held.by_worker[worker] = self._free[worker].pop()
-        except IndexError:
-            return self.shared(worker) if len(self._all) >= self._limit else None
-        return lane
+        for lane in reversed(tuple(self._free)):
+            if lane.worker == worker and _removed(self._free, lane):
+                held.by_worker[worker] = lane
+                return lane
+        return self.shared(worker) if len(self._all) >= self._limit and not self._free else None
 
     def add(self, worker: str, channel: ClientChannel, left: Left) -> Lane:
         """A new channel is this thread's."""
@@ -151,10 +174,22 @@ class Lanes:
 
     def give_back(self, lane: Lane) -> None:
         """A thread has ended; requests of it that are still outstanding are settled by the next."""
-        self._free[lane.worker].append(lane)
+        self._free.append(lane)
+
+    def leave_shared(self, lane: Lane) -> None:
+        """A thread that shared it has ended."""
+        _removed(self._shared, lane)
 
     def give_up(self) -> Lane | None:
-        """None: a thread may be about to use any of them, and is not stopped from that for the sake of a rare case."""
+        """The lane of the thread that ended first, closed. None: each may be used by a thread, or has a request."""
+        for lane in tuple(self._free):
+            if not _removed(self._free, lane):
+                continue
+            self._all.remove(lane)  # then look who shares it; `shared` does the reverse, so one of the two sees it
+            if lane not in self._shared and lane.close_unused():
+                return lane
+            self._all.append(lane)
+            self._free.append(lane)
         return None
 
     def all(self) -> list[Lane]:
@@ -163,8 +198,17 @@ class Lanes:
 
     def shared(self, worker: str) -> Lane | None:
         """A lane that others use too; each call the next one."""
-        lanes = [lane for lane in self._all if lane.worker == worker]
-        return lanes[next(self._turn) % len(lanes)] if lanes else None
+        held = self._held()
+        while lanes := [lane for lane in self._all if lane.worker == worker]:
+            lane = lanes[next(self._turn) % len(lanes)]
+            if lane in held.shared:
+                return lane
+            self._shared.append(lane)
+            if lane in self._all:
+                held.shared.append(lane)
+                return lane
+            _removed(self._shared, lane)  # it was given up at this moment
+        return None
 
     def _held(self) -> _Held:
         try:
@@ -172,3 +216,12 @@ class Lanes:
         except AttributeError:
             held = self._local.held = _Held(self)
         return held
+
+
+def _removed(lanes: list[Lane], lane: Lane) -> bool:
+    """Was it there until now?"""
+    try:
+        lanes.remove(lane)
+    except ValueError:
+        return False
+    return True

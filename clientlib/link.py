@@ -50,7 +50,7 @@ class Lanes(Protocol[L]):
         """A lane to `worker` that others use too, when no channel can be opened any more."""
 
     def give_up(self) -> L | None:
-        """At the broker's limit: a lane that was not used for long, closed on this side. None: there is none."""
+        """At the broker's limit: a lane that nobody uses, closed on this side. None: there is none."""
 
     def all(self) -> list[L]:
         """Every lane there is."""

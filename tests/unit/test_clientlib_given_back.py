@@ -1,9 +1,10 @@
-"""An event loop's client at the broker's limit of channels: what it does not use is given back for what it needs."""
+"""Clients at the broker's limit of channels: what an event loop or ended threads do not use goes for what is needed."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -13,7 +14,7 @@ import clientlib
 from clientlib import async_lane
 from clientlib.async_client import AsyncClient
 from shm.errors import InferError
-from tests.fakes.small_broker import MAX_CHANNELS, SmallBroker
+from tests.fakes.small_broker import MAX_CHANNELS, SmallBroker, connect
 
 ONE = np.ones((1, 2), np.float32)
 
@@ -130,3 +131,107 @@ def test_whoever_has_kept_one_is_told_and_may_try_again(broker: SmallBroker, mon
             await plan.infer()
 
     asyncio.run(test())
+
+
+def thread() -> ThreadPoolExecutor:
+    """One thread, which ends with it."""
+    return ThreadPoolExecutor(1)
+
+
+def in_thread(client: clientlib.Client, model: str) -> None:
+    with thread() as one:
+        one.submit(infer, client, model).result(60)
+
+
+def infer(client: clientlib.Client, model: str) -> None:
+    result = client.infer(model, {"x": ONE if model == "double" else ONE[0]}, timeout=60)
+    name, value = {"double": ("y", 2), "spread": ("y", 1), "nonzero": ("i", 1)}[model]
+    assert result[name].max() == value
+
+
+def lanes_of(client: clientlib.Client) -> list[str]:
+    assert client.native.link is not None
+    return sorted(lane.worker for lane in client.native.link.lanes.all())
+
+
+def test_what_ended_threads_have_left_is_given_back(broker: SmallBroker) -> None:
+    with connect(broker) as client:
+        in_thread(client, "double")
+        in_thread(client, "spread")
+        in_thread(client, "double")
+        assert broker.calls.count("OpenChannel") == 2, "the next thread has it"
+        in_thread(client, "nonzero")
+        assert (broker.closed, lanes_of(client)) == ([2], ["cpu/a", "cpu/c"]), "that of the thread that ended first"
+        in_thread(client, "spread")
+        assert (broker.closed, lanes_of(client)) == ([2, 1], ["cpu/b", "cpu/c"])
+        for model in ("double", "nonzero", "spread") * 5:
+            in_thread(client, model)
+
+
+def test_what_a_living_thread_has_is_not_given_back(broker: SmallBroker) -> None:
+    with connect(broker) as client, thread() as other:
+        other.submit(infer, client, "double").result(60)
+        infer(client, "spread")
+        with pytest.raises(InferError, match="too many channels"):
+            infer(client, "nonzero")
+        assert broker.closed == []
+        other.shutdown()
+        infer(client, "nonzero")
+        assert broker.closed == [1]
+        infer(client, "spread")
+
+
+def test_requests_that_ended_threads_have_left_keep_their_channel(broker: SmallBroker) -> None:
+    broker.workers["twice"] = "cpu/b"
+    with connect(broker) as client:
+        region = client.create_region("r", 64)
+        plan = client.prepare("double", {"x": region.tensor((1, 2), "FP32")})
+        elsewhere = client.prepare("twice", {"x": region.tensor((1, 4), "FP32", offset=32)})
+        broker.hold = True
+        with thread() as other:
+            pending = other.submit(plan.submit).result(60)
+        assert not pending.done()
+        with thread() as another:
+            left = another.submit(elsewhere.submit).result(60)
+        with pytest.raises(InferError, match="too many channels"):
+            infer(client, "nonzero")
+        assert broker.closed == []
+        broker.release()
+        assert pending.result(60)["y"].shape == (1, 2)
+        infer(client, "nonzero")
+        assert broker.closed == [1]
+        assert left.result(60)["y"].shape == (1, 4), "its channel was kept"
+        assert pending.done()
+        assert not pending.cancel()
+
+
+def test_a_channel_that_is_shared_lives_as_long_as_those_who_share_it(broker: SmallBroker) -> None:
+    with connect(broker) as client, thread() as sharing, thread() as other:
+        with thread() as owner:
+            plan = client.prepare("double", {"x": client.create_region("r", 64).tensor((1, 2), "FP32")})
+            owner.submit(plan.infer).result(60)
+            other.submit(infer, client, "spread").result(60)
+            sharing.submit(plan.infer).result(60)
+            assert broker.calls.count("OpenChannel") == 2, "there is none for a third thread"
+        with pytest.raises(InferError, match="too many channels"):
+            infer(client, "nonzero")
+        sharing.submit(plan.infer).result(60)
+        assert broker.closed == []
+        sharing.shutdown()
+        infer(client, "nonzero")
+        assert broker.closed == [1]
+
+
+def test_many_threads_that_come_and_go(broker: SmallBroker) -> None:
+    """No more of them at once than there are channels."""
+    with connect(broker) as client:
+        for at in range(30):
+            with thread() as one, thread() as other:
+                asked = [
+                    each.submit(infer, client, ("double", "spread", "nonzero")[(at + more) % 3])
+                    for each, more in ((one, at // 3), (other, at // 9))
+                ]
+                for each in asked:
+                    each.result(60)
+        assert len(lanes_of(client)) <= MAX_CHANNELS
+        assert len(broker.closed) >= 10
