@@ -20,7 +20,6 @@ from shm.layout import DONE, MARK
 from shm.worker_channel import WorkerChannel
 
 CUT = "Server is stopping, and this request had not ended within the exit timeout (--exit-timeout-secs)"
-ALONE_AGAIN = 2  # attempts of a request that was running alone when its worker died for the second time
 
 _log = logging.getLogger(__name__)
 _fence = Fence()
@@ -31,6 +30,9 @@ class PlanBook(Protocol):
 
     def retryable(self, session: int, plan_word: int) -> bool:
         """May a request of this plan that was running be run once more? False for an unknown plan."""
+
+    def streams(self, session: int, plan_word: int) -> bool:
+        """Are its requests those of a decoupled model, which never run twice?"""
 
     def model_of(self, session: int, plan_word: int) -> tuple[str, int] | None:
         """(model, version), None for an unknown plan."""
@@ -52,16 +54,21 @@ def bury(
     death: str,
     failed: Callable[[str, int], None],
     reason: str = "",
+    *,
+    by_itself: bool = True,
 ) -> list[tuple[int, str]]:
     """End what was running and must not run again, `reason` told; all else waits for the replacement.
 
     `death`: how the process ended. `reason`: why it was ended, as clients are to be told; "": nobody ended it, or it is
-    not for them.
+    not for them. `by_itself`: the broker has not ended it, or for what it ran.
 
     `failed` is called with model and version of each request that ends here: its worker cannot count it any more.
-    Returns the (session, model) of each request that was alone at its second death.
+    Returns the (session, model) of each request that was alone at its second death; of one of a decoupled model, which
+    has no second, at its first.
     """
     offences: list[tuple[int, str]] = []
+    channels = tuple(channels)
+    is_lone = by_itself and sum(map(_count_running, channels)) == 1
     for record in channels:
         session = record.session
 
@@ -79,6 +86,7 @@ def bury(
                 now_ns,
                 reason,
                 cause,
+                lambda word, session=session: is_lone and plans.streams(session, word),  # type: ignore[misc]
             )
         except Exception:  # the other channels' requests must have their endings whatever is wrong with this one
             _log.exception("channel %d cannot be buried", record.channel)
@@ -87,9 +95,16 @@ def bury(
             if owner := plans.counted_for(session, ending.plan_word):
                 failed(*owner)
             model = plans.model_of(session, ending.plan_word)
-            if ending.attempts >= ALONE_AGAIN and model is not None:
+            if recovery.to_blame(ending.message) and model is not None:
                 offences.append((session, model[0]))
     return offences
+
+
+def _count_running(record: ChannelRecord) -> int:
+    try:
+        return recovery.count_running(record.ledger, record.slots)
+    except OSError:  # then nobody is to blame
+        return 2
 
 
 def leave(channel: ChannelRecord) -> bool:

@@ -331,7 +331,8 @@ class Worker:
         plans, blocks = self._owner.plans, self._owner.blocks
         if plans is not None and not self._kill_next:
             lost = partial(blocks.lost, worker=self.key, now_ns=now_ns)
-            for session, model in bury(self._records.values(), plans, now_ns, death, lost, process.kill_told):
+            ended = (now_ns, death, lost, process.kill_told)
+            for session, model in bury(self._records.values(), plans, *ended, by_itself=process.by_itself):
                 self._owner.blame(session, model, now_ns, self)
         blocks.abandon(tuple(self.instances))
 

@@ -61,6 +61,7 @@ class ModelLookup(Protocol):
 class _Plan:
     message: BindPlan
     regions: tuple[RegionEntry, ...]
+    streams: bool = False  # of a decoupled model
     workers: dict[str, PlanWorker] = field(default_factory=dict)  # at which it is bound, or about to be
 
 
@@ -135,7 +136,8 @@ class Plans:
             parameters=request.parameters,
             events=ring.identity if ring is not None else None,
         )
-        table.plans[index] = plan = _Plan(message, checked.regions if ring is None else (*checked.regions, ring))
+        regions = checked.regions if ring is None else (*checked.regions, ring)
+        table.plans[index] = plan = _Plan(message, regions, config.decoupled)
         try:
             await self._bind(plan, workers[0])
         except BaseException:
@@ -204,6 +206,11 @@ class Plans:
         """May a request of this plan that was running when its worker died be run once more?"""
         plan = self._named_by(session, plan_word)
         return plan is not None and plan.message.retryable
+
+    def streams(self, session: int, plan_word: int) -> bool:
+        """Is it of a decoupled model?"""
+        plan = self._named_by(session, plan_word)
+        return plan is not None and plan.streams
 
     def model_of(self, session: int, plan_word: int) -> tuple[str, int] | None:
         """(model, version) of a plan, None when it is gone or a step's."""

@@ -184,6 +184,11 @@ class WorkerProcess:
             self.kill_reason, self.kill_told = reason, told
         kill(self.pidfd)
 
+    @property
+    def by_itself(self) -> bool:
+        """Was it not killed from here, or for what it ran?"""
+        return bool(self.kill_told) or not self.kill_reason
+
     def exit(self, code: int | None) -> Exit:
         """How it ended, given what `Zygote.exit_code` said of it. Why it was killed may not be for clients."""
         ended = describe_exit(code)

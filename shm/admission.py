@@ -6,6 +6,7 @@ as admission asks, and endings; no memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol, final
 
@@ -16,15 +17,20 @@ from shm.parameters import beside
 Verdict = tuple[Code, str]
 
 EXPIRED: Verdict = (Code.UNAVAILABLE, "Request timeout expired")
-REFUSED: Verdict = (
-    Code.UNAVAILABLE,
-    "requests of this client for this model are refused for a minute: two of them ended a worker while running alone",
-)
+
+
+def refused(model: str, left_ns: int) -> Verdict:
+    """Of a client whose requests for `model` have ended workers, for as long as that is held against it."""
+    return Code.UNAVAILABLE, (
+        f"requests of this client for model '{model}' are refused for another {math.ceil(left_ns / 1e9)} s: two of "
+        "them ended a worker while running alone"
+    )
 
 
 class BoundPlan(Protocol):
     """What admission asks of a plan."""
 
+    model_name: str
     input_positions: int
     output_positions: int
     rows: int
@@ -177,7 +183,7 @@ def admit(request: Request, cancel: int, now: int) -> Verdict | None:
     if plan.closed is not None:
         return plan.closed
     if now < plan.refused_until_ns:
-        return REFUSED
+        return refused(plan.model_name, plan.refused_until_ns - now)
     if request.input_position >= plan.input_positions or request.output_position >= plan.output_positions:
         return Code.INVALID_ARG, (
             f"position {request.input_position}/{request.output_position} is outside the plan's"

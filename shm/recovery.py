@@ -11,6 +11,7 @@ Precondition: the dead worker's pidfd is readable, so that none of its threads c
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -34,16 +35,22 @@ from shm.layout import (
 from shm.worker_channel import WorkerChannel
 
 DIED = "the worker died while it ran this request"
-TWICE = f"{DIED}, alone and for the second time"
+ALONE = f"{DIED}, alone"  # then nothing else can have ended the worker, as far as anybody knows: see `to_blame`
+TWICE = f"{ALONE} and for the second time"
 _NOT_AGAIN = "parameter retry 'false' of the model ends such a request at the first death"
 
 
 class Ending(NamedTuple):
-    """An ending the coroner gave. `attempts` ≥ 2: it was running alone when the worker died again."""
+    """An ending the coroner gave."""
 
     plan_word: int
     attempts: int
     message: str
+
+
+def to_blame(message: str) -> bool:
+    """Is this what is told of a request that has ended a worker? Of an ensemble it says first which step, then this."""
+    return ALONE in message
 
 
 class Recovered(NamedTuple):
@@ -84,18 +91,20 @@ def bury(
     now_ns: int,
     reason: str = "",
     cause: Callable[[int], str] = lambda plan_word: "",
+    alone: Callable[[int], bool] = lambda plan_word: False,
 ) -> list[Ending]:
     """The coroner's part: end what was running and must not run again; the rest waits for the replacement.
 
     `reason`: why the worker was ended, as its clients are to be told; "": nobody ended it, or it is not for them.
-    `cause`: what it ran for a plan, and how it died; "": that is not known, or `reason` says it.
+    `cause`: what it ran for a plan, and how it died; "": that is not known, or `reason` says it. `alone`: did the worker
+    run nothing but a request of this plan, and is that to be held against one that is not run again?
     """
     endings: list[Ending] = []
     with contextlib.closing(WorkerChannel(memory_fd, ledger_fd, -1, pipe_fd, slots, {})) as channel:
         channel.words[AWAY] = 1  # clients that have a choice send new requests elsewhere
         _redo(channel)
         for request, state, entry in _unfinished(channel, now_ns):
-            verdict = _sentence(request, state, retryable(entry[1]))
+            verdict = _sentence(request, state, retryable(entry[1]), alone(entry[1]))
             if verdict is not None:
                 parts = (cause(entry[1]), _NOT_AGAIN if verdict[1] is TWICE else "")
                 known = "; ".join(part for part in parts if part)
@@ -104,6 +113,12 @@ def bury(
                 endings.append(Ending(entry[1], request.attempts, verdict[1]))
         channel.ring()
     return endings
+
+
+def count_running(ledger_fd: int, slots: int) -> int:
+    """How many requests of a channel the dead worker ran, by its marks: at most more than it was."""
+    marks = memoryview(os.pread(ledger_fd, 8 * slots, 8 * MARK)).cast("Q")
+    return sum(mark & 0xFF in (STARTED, RESPONDED) for mark in marks)
 
 
 def end_all(memory_fd: int, ledger_fd: int, pipe_fd: int, slots: int, code: Code, message: str, now_ns: int) -> int:
@@ -176,16 +191,19 @@ def _told(reason: str, sentence: str) -> str:
     return f"{reason.encode(errors='replace')[:room].decode(errors='ignore')}; {sentence}"
 
 
-def _sentence(request: Request, state: int, retryable: bool | None) -> Verdict | None:
-    """Why a request that the dead worker had must not run again. `retryable` None: its plan cannot be bound again."""
+def _sentence(request: Request, state: int, retryable: bool | None, alone: bool = False) -> Verdict | None:
+    """Why a request that the dead worker had must not run again. `retryable` None: its plan cannot be bound again.
+    `alone`: as `bury` has it.
+    """
+    died = ALONE if alone else DIED
     if state == RESPONDED:
-        return Code.UNAVAILABLE, f"{DIED}, after its first response"
+        return Code.UNAVAILABLE, f"{died}, after its first response"
     if state == STARTED and request.attempts >= 2:
         return Code.UNAVAILABLE, TWICE
     if state == STARTED and retryable is None:
         return Code.UNAVAILABLE, f"{DIED}, and its plan is gone, perhaps with a region of it: prepare it again"
     if state == STARTED and not retryable:
         return Code.UNAVAILABLE, (
-            f"{DIED}, and its model does not allow it to run twice (parameter retry; never with sequences or streams)"
+            f"{died}, and its model does not allow it to run twice (parameter retry; never with sequences or streams)"
         )
     return None

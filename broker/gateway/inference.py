@@ -359,6 +359,7 @@ class Inference:
             self.plans.drop(resolved.key)
             resolved = await self._resolve_anew(request, caller, resolved)
         try:
+            self._offenders.check(caller, request.model)
             entry = await self._entry(resolved.key, request, resolved, deadline_ns)
             if not entry.decoupled:  # it was reloaded as another kind of model
                 raise InferError(Code.UNAVAILABLE, f"model '{request.model}' was reloaded meanwhile: ask again")
@@ -382,7 +383,8 @@ class Inference:
             inline = 0  # they were copied once
             return response_of(entry, request, result)
 
-        return Run(stream, tuple(resolved.aliases.values()), deliver)
+        aliases = tuple(resolved.aliases.values())
+        return Run(stream, aliases, deliver, lambda error: self._offenders.ended(error, caller, request.model))
 
 
 def _priority(request: InferRequest) -> int:

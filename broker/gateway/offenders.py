@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Final, final
 
 from broker.gateway.kserve import Caller, Identity
-from shm.admission import REFUSED
+from shm.admission import refused
 from shm.errors import InferError
-from shm.recovery import TWICE
+from shm.recovery import to_blame
 
 WINDOW_NS: Final = 60_000_000_000
 KEPT: Final = 1024  # pairs; those that are remembered longest go first
@@ -40,13 +40,13 @@ class Offenders:
             return
         pair = caller.identity, model
         until = self._refused.get(pair, 0)
-        if self._clock() < until:
-            raise InferError(*REFUSED)
+        if (left_ns := until - self._clock()) > 0:
+            raise InferError(*refused(model, left_ns))
         self._refused.pop(pair, None)
 
     def ended(self, error: InferError, caller: Caller, model: str) -> None:
-        """A request of `caller` failed. What counts is whether a worker ended with it for the second time."""
-        if TWICE not in error.message:  # of an ensemble it says which step first, then of what and how it died
+        """A request of `caller` failed. What counts is whether it has ended a worker."""
+        if not to_blame(error.message):
             return
         pair, now = (caller.identity, model), self._clock()
         if now - self._once.pop(pair, now - WINDOW_NS - 1) <= WINDOW_NS:

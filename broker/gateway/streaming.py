@@ -39,11 +39,14 @@ class Results(Protocol):
 
 
 class Run(NamedTuple):
-    """A request that was submitted: its `aliases` are those of regions that errors may name."""
+    """A request that was submitted: its `aliases` are those of regions that errors may name; `failed` is told of each
+    response that is an error.
+    """
 
     results: Results
     aliases: Sequence[Alias]
     deliver: Callable[[InferResult], Awaitable[InferResponse]]
+    failed: Callable[[InferError], None]
 
 
 class Begin(Protocol):
@@ -178,6 +181,7 @@ class AnyResponses(ResponseStream):
             if final and not self._settled and is_gone(error):
                 return await self._anew(run)
             self._settled = True
+            run.failed(error)
             return self._error(told_in_stream(error, self._request, run.aliases), final=final)
         response.final = run.results.final
         return response

@@ -27,6 +27,8 @@ NOW = 1_000_000  # what a test's worker takes for the time, in ns
 class Plan:
     """A bound plan whose answers a test sets."""
 
+    model_name = "m"
+
     def __init__(
         self, input_positions: int = 1, output_positions: int = 1, rows: int = 1, retryable: bool = True
     ) -> None:

@@ -67,7 +67,7 @@ class _Plan:
     """What a submission names. `closed` and so on are what the channel's admission asks for."""
 
     def __init__(self, prepare: Prepare, memories: dict[str, MappedMemory]) -> None:
-        self.model = prepare.model
+        self.model = self.model_name = prepare.model
         self.spec_in, self.spec_out = prepare.inputs[0], prepare.outputs[0]
         self.memories = memories
         self.input_positions, self.output_positions = prepare.input_positions, prepare.output_positions

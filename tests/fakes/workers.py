@@ -34,6 +34,9 @@ class Book:
     def retryable(self, session: int, plan_word: int) -> bool:
         return self.can_retry
 
+    def streams(self, session: int, plan_word: int) -> bool:
+        return not self.can_retry
+
     def model_of(self, session: int, plan_word: int) -> tuple[str, int] | None:
         return "m", 1
 

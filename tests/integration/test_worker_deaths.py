@@ -14,7 +14,7 @@ import pytest
 
 from shm.errors import Code, InferError
 from shm.memory import sealed_memfd
-from shm.recovery import DIED
+from shm.recovery import DIED, to_blame
 from tests.fakes.channel import PLAN, Plan, Twin, submit, take
 from tests.fakes.processes import children, descriptors, in_loop, until
 from tests.fakes.workers import (  # noqa: F401 (fixtures)
@@ -83,6 +83,35 @@ async def test_two_deaths_alone_are_held_against_the_session(journal: Journal) -
                 assert book.refused == ([(9, "m")] if death else [])
             (bound,) = (entry for entry in journal.entries(worker.pid) if entry["type"] == "BindPlan")
             assert bound["refused_until_ns"] > 0
+
+
+@pytest.mark.parametrize(
+    ("running_at_once", "ended_by_the_broker", "refused"), [(1, False, [(9, "m")]), (2, False, []), (1, True, [])]
+)
+@in_loop
+async def test_a_stream_that_was_alone_is_blamed_at_once_since_it_never_runs_again(
+    journal: Journal, running_at_once: int, ended_by_the_broker: bool, refused: list[tuple[int, str]]
+) -> None:
+    book = Book(retryable=False)
+    with Twin() as twin:
+        async with running(book) as workers:
+            worker = await load(workers, config())
+            await worker.bind_plan(plan())
+            await worker.attach_channel(record_of(twin))
+            client = twin.client()
+            for death in range(2):
+                dying = twin.worker({PLAN: Plan(output_positions=2)})
+                pending = [submit(client, position)[1] for position in range(running_at_once)]
+                dying.start(take(dying))
+                pid = worker.pid
+                assert pid is not None
+                worker.kill("a test") if ended_by_the_broker else os.kill(pid, signal.SIGKILL)
+                await replaced(worker, pid)
+                client.reap()
+                for each in pending:
+                    assert each.code == Code.UNAVAILABLE
+                    assert to_blame(each.text) is bool(refused)
+                assert book.refused == (refused if death else [])
 
 
 @in_loop

@@ -7,10 +7,10 @@ import pytest
 from broker.gateway import offenders as module
 from broker.gateway.kserve import Caller
 from broker.gateway.offenders import WINDOW_NS, Offenders
-from shm.admission import REFUSED
+from shm.admission import refused as refusal
 from shm.errors import Code, InferError
 from shm.message_values import Principal
-from shm.recovery import TWICE
+from shm.recovery import ALONE, TWICE
 
 ENDED = InferError(Code.UNAVAILABLE, TWICE)
 US = Caller("http", Principal(uid=1, scope="kserve"))
@@ -39,11 +39,19 @@ def refused(offenders: Offenders, caller: Caller, model: str = "m") -> bool:
     try:
         offenders.check(caller, model)
     except InferError as error:
-        refusal = error
+        told = error
     else:
         return False
-    assert (refusal.code, refusal.message) == (REFUSED[0].name, REFUSED[1])
+    assert (told.code, told.message) == ("UNAVAILABLE", refusal(model, WINDOW_NS)[1])
     return True
+
+
+def test_a_refusal_tells_how_long_it_lasts(offenders, clock):
+    for _ in range(2):
+        offenders.ended(InferError(Code.UNAVAILABLE, f"{ALONE}, after its first response"), US, "m")
+    clock.now += 17_600_000_000
+    with pytest.raises(InferError, match="this client for model 'm' are refused for another 43 s: two of them ended"):
+        offenders.check(US, "m")
 
 
 @pytest.mark.parametrize("caller", [US, ZMQ, NEAR])

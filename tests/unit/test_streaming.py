@@ -56,6 +56,7 @@ class Source:
     def __init__(self, *attempts: Sequence[Any] | InferError) -> None:
         self._attempts = list(attempts)
         self.given: list[Results] = []
+        self.errors: list[InferError] = []
         self.anew: list[bool] = []
 
     async def __call__(self, *, anew: bool) -> Run:
@@ -71,7 +72,7 @@ class Source:
                 raise InferError(Code.INTERNAL, "does not fit")
             return InferResponse("m", "1", str(number), [])
 
-        return Run(self.given[-1], (), deliver)
+        return Run(self.given[-1], (), deliver, self.errors.append)
 
 
 def request() -> InferRequest:

@@ -22,7 +22,7 @@ from shm import datatypes
 from shm.admission import EXPIRED, Request, Verdict
 from shm.errors import Code, InferError, TooSmall, is_too_small
 from shm.layout import CODE_MASK, SEQUENCE_AGAIN
-from shm.recovery import TWICE
+from shm.recovery import to_blame
 
 if TYPE_CHECKING:
     from broker.worker.ensembles.remote.elsewhere import SpreadEnsemble
@@ -203,7 +203,7 @@ class RemoteStep:
             step.channel.complete((step,))
             return
         text = note.rstrip(b"\0").decode(errors="replace")
-        if code == Code.UNAVAILABLE and TWICE in text:
+        if code == Code.UNAVAILABLE and to_blame(text):
             self._run.blame()
         small = is_too_small(text) if code == Code.INVALID_ARG else None
         if small is None:

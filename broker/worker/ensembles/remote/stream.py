@@ -21,7 +21,7 @@ from broker.worker.ensembles.remote.plans import Bound
 from shm.admission import Request, Verdict
 from shm.errors import Code, InferError, as_infer_error
 from shm.layout import CODE_MASK, FINAL, NOTED
-from shm.recovery import TWICE
+from shm.recovery import to_blame
 from shm.responses import Extent, part_count, unpack
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class RemoteStream:
         self._lane.ended(self)
         step = self.step
         step.queue_ns, step.input_ns, step.infer_ns, step.output_ns = entry[3:7]
-        if code == Code.UNAVAILABLE and TWICE.encode() in note:
+        if code == Code.UNAVAILABLE and error is not None and to_blame(error.message):
             self._branch.blame()
         error = self._failure or error
         if error is not None:
