@@ -18,12 +18,15 @@ from msgspec.structs import replace
 from broker.supervision import Load, LoadDeaths
 from broker.worker.messages import UNLOADED, AddRegion, BindPlan, LinkMessage, LoadInstances, UnloadModel
 from broker.worker_process import Lacking, ProcessDied, WorkerProcess
+from broker.worker_tasks import overdue, silent, task, task_undone
 from shm.errors import Code, InferError, fresh
 
 ANSWER_S = 30.0  # for a worker, or its replacement, to acknowledge
+RESPONDS_S = 1.0  # to give a sign of life, where another worker can be asked instead
 END_LOAD_S = 10.0  # for a load that is not wanted any more to end by itself; then its process is killed
 LOADS = 4  # at a time in one worker, unless --model-load-thread-count says otherwise
 REPLAYED = 64  # acknowledgements outstanding during a replay
+NOT_WANTED = "what it was for has ended meanwhile, so the worker is not asked any more to"
 STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 
 _log = logging.getLogger(__name__)
@@ -113,6 +116,10 @@ class DesiredState:
         """Would it make no difference if the next process were brought nothing?"""
         return not (self.models or self.regions or self.plans or self.channels or self.wanted.is_set())
 
+    async def responds(self) -> bool:
+        """Is there a process that is up, and gives a sign of life soon? One that owes one for longer does not."""
+        return self.process is not None and self.up.is_set() and await self.process.answers(RESPONDS_S)
+
     async def until_up(self, limit_s: float) -> None:
         """Returns when there is a process that has all, or after `limit_s`."""
         with contextlib.suppress(TimeoutError):
@@ -148,9 +155,10 @@ class DesiredState:
                 self._end_load(wanted)
             if not isinstance(error, TimeoutError):
                 raise
-            refusal = self._no_answer(wanted.message, limit_s)
-            if self.process is not None and wanted.sent == self.process.life != wanted.done:
-                self.process.kill(f"did not answer {type(wanted.message).__name__} within {limit_s:g} s")
+            asked = self.process is not None and wanted.sent == self.process.life != wanted.done
+            refusal = self._no_answer(task(wanted.message), limit_s, overdue(wanted.message) if asked else "")
+            if self.process is not None and asked:
+                self.process.kill(f"did not {task(wanted.message, to_all=True)} within {limit_s:g} s")
             raise refusal from None
 
     async def forget(self, table: dict[K, Wanted], key: K, undo: LinkMessage) -> str:
@@ -168,7 +176,7 @@ class DesiredState:
         except ProcessDied:
             return ""  # and with it what it had
         except TimeoutError:
-            raise self._no_answer(undo, ANSWER_S) from None
+            raise self._no_answer(task_undone(wanted.message, undo), ANSWER_S, silent(process.pid)) from None
 
     def abandon(self, table: dict[K, Wanted], key: K, undo: LinkMessage | None, only: Wanted | None = None) -> None:
         """Take it back without waiting for the process. `only`: unless something else has its place by now."""
@@ -275,7 +283,7 @@ class DesiredState:
             if process is None or self.stopping.is_set():
                 raise InferError(Code.UNAVAILABLE, STOPPING)
             if wanted.dropped:
-                raise InferError(Code.UNAVAILABLE, f"{type(wanted.message).__name__} was withdrawn meanwhile")
+                raise InferError(Code.UNAVAILABLE, f"{NOT_WANTED} {task(wanted.message)}")
             if wanted.done == process.life:
                 return
             with contextlib.suppress(ProcessDied):
@@ -336,9 +344,11 @@ class DesiredState:
                 self.loading.discard(load)
         self.deaths.forget(load)
 
-    def _no_answer(self, message: LinkMessage, limit_s: float) -> InferError:
-        what = f"the worker did not answer {type(message).__name__} within {limit_s:g} s"
-        return InferError(Code.UNAVAILABLE, f"{what} ({self._describe()})")
+    def _no_answer(self, what: str, limit_s: float, remedy: str) -> InferError:
+        """`what`: as `broker.worker_tasks` words it. `remedy`: "" where no process was asked."""
+        who = f"the worker process {self.process.pid}" if self.process is not None else "the worker"
+        more = f"; {remedy}" if remedy else ""
+        return InferError(Code.UNAVAILABLE, f"{who} did not {what} within {limit_s:g} s ({self._describe()}){more}")
 
 
 def _is_step(wanted: Wanted) -> bool:

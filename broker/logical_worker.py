@@ -17,13 +17,11 @@ from typing import final
 from broker.coroner import CUT, bury, end
 from broker.desired_state import ANSWER_S, STOPPING, DesiredState, Wanted, supersedes
 from broker.records import ChannelRecord, RegionEntry, add_region
-from broker.region_uses import RegionUses
+from broker.region_uses import RegionUses, used
 from broker.repository.config import ModelConfig
 from broker.resting import Rest
 from broker.supervision import BackOff, Load, LoadDeaths, Pulse
 from broker.worker.messages import (
-    USED,
-    AskRegion,
     AttachChannel,
     BindPlan,
     ChannelBroken,
@@ -40,6 +38,7 @@ from broker.worker.messages import (
 )
 from broker.worker_owner import Owner
 from broker.worker_process import Exit, Notice, ProcessDied, WorkerProcess
+from broker.worker_tasks import task
 from broker.zygote_link import StartFailed, Zygote
 from shm.errors import Code, InferError
 
@@ -116,6 +115,10 @@ class Worker:
         """Returns when a process has all that it must have, or after `load_s`: whoever asks it for more is told why."""
         await self._state.until_up(self._owner.load_s)
 
+    async def responds(self) -> bool:
+        """Is it up, and does it give a sign of life soon?"""
+        return await self._state.responds()
+
     # --- what it must have -----------------------------------------------------------------------------------------
 
     async def load(self, config: ModelConfig, version: int, generation: int, blocks: tuple[int, ...]) -> None:
@@ -158,11 +161,7 @@ class Worker:
         process = self._state.process
         if process is None:
             return self.state != "resting"
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                return await process.request(AskRegion(region=region, generation=generation)) == USED
-        except (ProcessDied, TimeoutError):
-            return True
+        return await used(process, (region, generation), ANSWER_S)
 
     async def bind_plan(self, message: BindPlan) -> None:
         """Make it known."""
@@ -377,7 +376,7 @@ class Worker:
         if isinstance(message, LoadInstances):  # whoever is told says so in the log, in words about the model
             self._owner.on_model_lost(message.config.name, message.version, message.generation, reason)
             return
-        _log.warning("worker '%s' cannot be given %s again: %s", self.key, type(message).__name__, reason)
+        _log.warning("worker '%s' cannot be given what it had, to %s: %s", self.key, task(message), reason)
         if isinstance(message, AttachChannel) and (record := self._records.pop(message.channel, None)) is not None:
             # Nobody would ever look at this channel again: what waits in it ends now, and its client must know.
             end((record,), f"worker '{self.key}' cannot serve this channel any more: {reason}", time.monotonic_ns())

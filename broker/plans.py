@@ -33,6 +33,9 @@ class PlanWorker(RegionWorker, Protocol):
     device: str  # the UUID of its GPU, "" on the CPU
     state: str
 
+    async def responds(self) -> bool:
+        """Is it up, and does it give a sign of life soon?"""
+
     async def bind_plan(self, message: BindPlan) -> None:
         """Returns when the worker's process can take submissions of the plan."""
 
@@ -103,7 +106,7 @@ class Plans:
     ) -> Prepared:
         """Check the plan, have its worker map what it names, bind it there; returns when the worker knows it.
 
-        Of several workers that serve the model it is the best one; `prepare_at` binds the plan to others.
+        Of several workers that serve the model it is the best one that responds; `prepare_at` binds the plan to others.
         `owner`: as `shm.admission.BoundPlan` has it. `step`: what `request` came with.
         """
         metadata = self._models.metadata(request.model, request.version)
@@ -139,7 +142,8 @@ class Plans:
         regions = checked.regions if ring is None else (*checked.regions, ring)
         table.plans[index] = plan = _Plan(message, regions, config.decoupled)
         try:
-            await self._bind(plan, workers[0])
+            worker = await _first_to_respond(workers)
+            await self._bind(plan, worker)
         except BaseException:
             self._drop(session, plan)
             raise
@@ -148,7 +152,7 @@ class Plans:
         return Prepared(
             index=index,
             generation=generation,
-            worker=workers[0].key,
+            worker=worker.key,
             workers=tuple(sorted(worker.key for worker in workers)) if choice else (),
             model_version=str(version),
             rows=checked.rows,
@@ -158,7 +162,7 @@ class Plans:
         """Bind a plan to one more worker that serves its model; returns when that worker knows it.
 
         It may be one that is not near the plan's regions, for steps of a sequence that it has. Raises NOT_FOUND, and
-        UNAVAILABLE for a worker that is not up and not to be waited for.
+        UNAVAILABLE for a worker that is not up, or does not respond, and is not to be waited for.
         """
         plan = self._find(session, request.index, request.generation)
         if plan is None:
@@ -167,8 +171,9 @@ class Plans:
         serving = self._models.workers_for(message.model, "" if message.follow_latest else str(message.version))
         for worker in serving:
             if worker.key == request.worker:
-                if worker.state != "ready" and not request.wait:
-                    raise InferError(Code.UNAVAILABLE, f"worker '{worker.key}' is {worker.state}")
+                if not request.wait and not await worker.responds():
+                    how = "does not respond" if worker.state == "ready" else f"is {worker.state}"
+                    raise InferError(Code.UNAVAILABLE, f"worker '{worker.key}' {how}")
                 await self._bind(plan, worker)
                 if self._find(session, request.index, request.generation) is not plan:  # it has ended meanwhile
                     worker.drop_plan(session, request.index, request.generation)
@@ -267,6 +272,15 @@ def _wanted(serving: Sequence[PlanWorker], request: Prepare) -> Sequence[PlanWor
             Code.INVALID_ARG, f"model '{request.model}' is served by worker {keys}, not '{request.worker}'"
         )
     return named
+
+
+async def _first_to_respond(workers: Sequence[PlanWorker]) -> PlanWorker:
+    """The best of `workers` that is not stopped or stuck; where all are, one that is on its way up, else the best."""
+    if len(workers) > 1:
+        for worker in workers:
+            if await worker.responds():
+                return worker
+    return next((worker for worker in workers if worker.state == "starting"), workers[0])
 
 
 def _no_plan(index: int, generation: int) -> InferError:

@@ -1,4 +1,4 @@
-"""Regions that one worker has retired and that requests accepted before still use.
+"""Regions that one worker has retired and that requests accepted before still use; and whether a region was used.
 
 Kept by `broker.logical_worker`: the worker's process says in its acknowledgement that a region is in use, and later
 that it is not. What a dead process had taken runs again only where its region is still there, so a death ends all uses.
@@ -10,9 +10,19 @@ import asyncio
 from collections.abc import Awaitable
 from typing import final
 
-from broker.worker.messages import IN_USE
+from broker.worker.messages import IN_USE, USED, AskRegion
+from broker.worker_process import ProcessDied, WorkerProcess
 
 Identity = tuple[int, int]  # region, generation
+
+
+async def used(process: WorkerProcess, region: Identity, limit_s: float) -> bool:
+    """Has a request used it since this was last asked? If the process cannot say in time, it may have."""
+    try:
+        async with asyncio.timeout(limit_s):
+            return await process.request(AskRegion(region=region[0], generation=region[1])) == USED
+    except (ProcessDied, TimeoutError):
+        return True
 
 
 @final

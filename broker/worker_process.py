@@ -35,6 +35,7 @@ from broker.worker.messages import (
     decode_to_broker,
     encode,
 )
+from broker.worker_tasks import task
 from shm.errors import Code, InferError, ProtocolError
 from shm.messages import MAX_DATAGRAM
 from shm.sockets import close_all, receive, send
@@ -95,6 +96,7 @@ class WorkerProcess:
         "_on_notice",
         "_outbox",
         "_ping",
+        "_pinged_s",
         "_reading",
         "_writing",
         "died",
@@ -129,6 +131,7 @@ class WorkerProcess:
         self._answers: dict[int, asyncio.Future[str]] = {}
         self._last_id = 0
         self._ping: asyncio.Future[str] | None = None
+        self._pinged_s = 0.0  # when, by the loop's clock
         self._outbox: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self._reading = True
         self._writing = False
@@ -155,7 +158,7 @@ class WorkerProcess:
         self._last_id += 1
         data = encode(msgspec.structs.replace(message, id=self._last_id))
         if len(data) > MAX_DATAGRAM:
-            what = f"{type(message).__name__} takes {len(data)} bytes on the way to the worker"
+            what = f"to {task(message)} takes a message of {len(data)} bytes to the worker"
             raise InferError(Code.INVALID_ARG, f"{what}, at most {MAX_DATAGRAM} are possible: use fewer tensors")
         if self._outbox:
             self._queue(data, descriptors)
@@ -172,6 +175,19 @@ class WorkerProcess:
         """Ask for a sign of life. Only while `answered`."""
         answer: asyncio.Future[str] = self._loop.create_future()
         self._answers[self.post(Ping())] = self._ping = answer
+        self._pinged_s = self._loop.time()
+
+    async def answers(self, limit_s: float) -> bool:
+        """Does it give a sign of life within `limit_s` of being asked for one? Nobody waits for it twice: of one that
+        was asked earlier and still owes the answer, that is known at once.
+        """
+        if self.died.is_set():
+            return False
+        if self._ping is None or self._ping.done():
+            self.ping()
+        assert self._ping is not None
+        await asyncio.wait((self._ping,), timeout=max(0.0, self._pinged_s + limit_s - self._loop.time()))
+        return self.answered and not self.died.is_set()
 
     @property
     def answered(self) -> bool:

@@ -45,7 +45,8 @@ class Binder(Generic[L]):
         prepared = spread.prepared
         if prepared.link is not link:
             return None
-        if worker not in prepared.bound_at:
+        # Where a channel is to be opened without waiting for long, the broker looks first whether the worker responds.
+        if worker not in prepared.bound_at or not (wait or link.lanes.mine(worker)):
             ask = messages.PrepareAt(index=prepared.index, generation=prepared.generation, worker=worker, wait=wait)
             try:
                 yield Call(ask)
@@ -61,7 +62,7 @@ class Binder(Generic[L]):
         return bound
 
     def bind_missing(self, link: Link[L], spread: Spread[L]) -> Procedure[None]:
-        """The same with all workers that are up."""
+        """The same with all workers that are up and respond."""
         for worker in spread.missing():
             try:
                 yield from self.bind_at(link, spread, worker, wait=False)
@@ -69,6 +70,19 @@ class Binder(Generic[L]):
                 raise
             except InferError:
                 pass  # the next try is `Spread.is_due`'s
+
+    def bind_several(self, link: Link[L], spread: Spread[L]) -> Procedure[Bound[L]]:
+        """A plan that several workers may serve, with all of them that respond; where none does, one is waited for."""
+        prepared = spread.prepared
+        yield from self.bind_missing(link, spread)
+        bounds = spread.bounds
+        bound = bounds.get(prepared.worker) or next(iter(bounds.values()), None)
+        if bound is None:
+            bound = yield from self.bind(link, prepared, prepared.worker)
+            if prepared.worker in spread.workers:
+                bounds[prepared.worker] = bound
+        bound.spread = spread
+        return bound
 
     def _open_channel(self, link: Link[L], worker: str) -> Procedure[L]:
         ask = Call(messages.OpenChannel(worker=worker, slots=self._slots), expects=3)

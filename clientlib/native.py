@@ -365,12 +365,9 @@ class Native(Generic[L]):
                 if is_absent(error):  # it was unloaded; the next request asks again
                     raise ModelAbsent(error.code, error.message) from None
                 # Else its worker has the word: what was prepared is good again when it is loaded where it was.
-        bound = yield from self.binder.bind(link, prepared, prepared.worker)
-        if prepared.workers:
-            bound.spread = Spread(plan.recipe.model, link, prepared)
-            bound.spread.bounds[prepared.worker] = bound
-            yield from self.binder.bind_missing(link, bound.spread)
-        return bound
+        if not prepared.workers:
+            return (yield from self.binder.bind(link, prepared, prepared.worker))
+        return (yield from self.binder.bind_several(link, Spread(plan.recipe.model, link, prepared)))
 
     def released(self, prepared: Prepared[L]) -> None:
         """Nobody will use this preparation any more. Any thread, any time."""

@@ -157,7 +157,7 @@ class PrepareStep(Message, frozen=True, kw_only=True, tag=True):
 class PrepareAt(Message, frozen=True, kw_only=True, tag=True):
     """Bind plan `index` to one more of `Prepared.workers`: its requests may go there, too, under the same name.
 
-    `wait`: for a worker that is not up; else it is refused.
+    `wait`: for a worker that is not up, or does not respond; else it is refused.
     """
 
     index: Id

@@ -264,10 +264,10 @@ async def test_a_worker_that_does_not_answer_is_killed(journal: Journal) -> None
         worker = workers.start(KEY)
         await until(lambda: worker.state == "ready")
         workers.load_s = 0.3
-        with pytest.raises(InferError, match="did not answer LoadInstances within"):
+        with pytest.raises(InferError, match=r"did not load model 'm' version 1 within 0\.3 s"):
             await load(workers, config(on_load="silent"))
         await until(lambda: worker.restarts == 1)
-        assert worker.last_death == "did not answer LoadInstances within 0.3 s"
+        assert worker.last_death == "did not load model 'm' version 1 within 0.3 s"
         await replaced(worker, None)
         assert journal.types(worker.pid) == ["Start"]
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 
+import pytest
+
 from broker.desired_state import DesiredState, Wanted
 from broker.supervision import LoadDeaths
-from broker.worker.messages import BindPlan, LinkMessage, Ping
+from broker.worker.messages import AddRegion, AttachChannel, BindPlan, DetachChannel, LinkMessage, Ping, RetireRegion
+from shm.errors import InferError
 
 
 class Process:
@@ -64,3 +67,106 @@ def test_a_plan_is_brought_only_where_its_regions_and_its_events_are():
         return {message.index for message, _ in process.asked if isinstance(message, BindPlan)}
 
     assert asyncio.run(brought()) == {0, 1}
+
+
+REGION = AddRegion(
+    region=1, generation=2, name="frames", kind="pool", byte_size=1, offset=0, file_size=1, device=0, inode=0,
+    writable=True,
+)  # fmt: skip
+PLAN = BindPlan(
+    session=1, index=1, generation=1, model="m", version=1, inputs=(), outputs=(), input_positions=1,
+    output_positions=1, rows=0,
+)  # fmt: skip
+
+
+class Stopped:
+    """A process that never answers."""
+
+    life, pid = 1, 4711
+
+    def __init__(self) -> None:
+        self.killed = ""
+
+    async def request(self, message: LinkMessage, descriptors: tuple[int, ...] = ()) -> str:
+        return await asyncio.get_running_loop().create_future()
+
+    def post(self, message: LinkMessage, descriptors: tuple[int, ...] = ()) -> int:
+        return 1
+
+    def kill(self, reason: str, told: str = "") -> None:
+        self.killed = reason
+
+
+@pytest.mark.parametrize(
+    ("message", "task", "killed"),
+    [
+        (REGION, "map shared memory region 'frames'", "did not map memory of a client within 0.01 s"),
+        (PLAN, "prepare a plan of model 'm'", "did not prepare a plan of model 'm' within 0.01 s"),
+        (
+            AttachChannel(channel=1, session=1, slots=1),
+            "take requests of a client's thread or event loop",
+            "did not take requests of a client's thread or event loop within 0.01 s",
+        ),
+    ],
+)
+def test_who_waits_for_a_worker_that_does_not_respond_is_told_what_for(
+    message: LinkMessage, task: str, killed: str
+) -> None:
+    async def told() -> tuple[str, str]:
+        state = DesiredState(LoadDeaths(5), lambda message, reason: None, lambda: "worker 'cpu/left' is ready")
+        process = Stopped()
+        state.process = process  # type: ignore[assignment]
+        state.up.set()
+        with pytest.raises(InferError) as caught:
+            await state.have({}, 1, Wanted(message), None, 0.01)
+        return caught.value.message, process.killed
+
+    text, reason = asyncio.run(told())
+    assert text == (
+        f"the worker process 4711 did not {task} within 0.01 s (worker 'cpu/left' is ready); "
+        "it was stopped, or stuck, and has been killed: the worker is being replaced, so try again"
+    )
+    assert reason == killed
+
+
+@pytest.mark.parametrize(
+    ("message", "undo", "task"),
+    [
+        (REGION, RetireRegion(region=1, generation=2), "let go of shared memory region 'frames'"),
+        (
+            AttachChannel(channel=1, session=1, slots=1),
+            DetachChannel(channel=1),
+            "end with the requests of a client's thread or event loop",
+        ),
+    ],
+)
+def test_who_takes_something_back_from_a_worker_that_does_not_respond_is_told_what(
+    message: LinkMessage, undo: LinkMessage, task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def told() -> str:
+        state = DesiredState(LoadDeaths(5), lambda message, reason: None, lambda: "worker 'cpu/left' is ready")
+        process = Stopped()
+        state.process = process  # type: ignore[assignment]
+        wanted = Wanted(message)
+        wanted.sent = wanted.done = process.life
+        with pytest.raises(InferError) as caught:
+            await state.forget({1: wanted}, 1, undo)
+        assert not process.killed
+        return caught.value.message
+
+    monkeypatch.setattr("broker.desired_state.ANSWER_S", 0.01)
+    assert asyncio.run(told()) == (
+        f"the worker process 4711 did not {task} within 0.01 s (worker 'cpu/left' is ready); "
+        "is it stopped? `kill -CONT 4711` lets it go on, `kill -9 4711` has it replaced at once"
+    )
+
+
+def test_a_worker_that_is_not_up_has_no_process_to_name() -> None:
+    async def told() -> str:
+        state = DesiredState(LoadDeaths(5), lambda message, reason: None, lambda: "worker 'cpu/left' is backoff")
+        with pytest.raises(InferError) as caught:
+            await state.have({}, 1, Wanted(PLAN), None, 0.01)
+        return caught.value.message
+
+    what = "the worker did not prepare a plan of model 'm' within 0.01 s"
+    assert asyncio.run(told()) == f"{what} (worker 'cpu/left' is backoff)"

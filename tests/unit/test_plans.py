@@ -36,6 +36,10 @@ class Recorder:
     def __init__(self):
         self.log = []
         self.refusal = None
+        self.silent = False
+
+    async def responds(self):
+        return self.state == "ready" and not self.silent
 
     async def add_region(self, entry):
         self.log.append(("region", entry.name))
@@ -312,6 +316,31 @@ def test_a_session_has_a_bounded_number_of_channels_and_ends_with_a_dead_worker(
         assert quota.total == 0
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("silent", "state", "expected"),
+    [("", "ready", "a"), ("a", "ready", "b"), ("ab", "ready", "a"), ("a", "starting", "b"), ("ab", "backoff", "a")],
+)
+def test_a_plan_goes_to_a_worker_that_responds(registry, silent, state, expected):
+    """The best of those, whatever the others are: stopped, stuck. Else one that will be up soon, or the best."""
+    workers = {key: Recorder() for key in "ab"}
+    for key, worker in workers.items():
+        worker.key, worker.silent = key, key in silent
+    workers["b"].state = state
+    models = OneModel(workers["a"])
+    models.workers_for = lambda model, version: list(workers.values())
+    plans = Plans(models, registry)
+    prepared = asyncio.run(plans.prepare(1, echo()))
+    assert (prepared.worker, prepared.workers) == (expected, ("a", "b"))
+    assert [key for key, worker in workers.items() if worker.log] == [expected], "nobody else is asked anything"
+    other = "b" if expected == "a" else "a"
+    at = PrepareAt(index=prepared.index, generation=prepared.generation, worker=other)
+    if other in silent or state != "ready":
+        how = "does not respond" if workers[other].state == "ready" else f"is {state}"
+        with pytest.raises(InferError, match=f"worker '{other}' {how}"):
+            asyncio.run(plans.prepare_at(1, at))
+        assert workers[other].log == []
 
 
 def test_a_plan_is_bound_to_other_workers_on_request(registry):
