@@ -98,6 +98,25 @@ def fresh(error: E) -> E:
     return copy
 
 
+def forget_frames(error: BaseException) -> None:
+    """`error` has been dealt with and is raised no more: whoever keeps it keeps nothing but its text.
+
+    For errors that others have made: what raised one may hold it, and so, by the frames it came through, all that
+    these had in hand (see `fresh`). Those that it came from, or consists of, are done likewise.
+    """
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        found = left.pop()
+        if found is None or id(found) in seen:
+            continue
+        seen.add(id(found))
+        found.__traceback__ = None
+        left += (found.__cause__, found.__context__)
+        if isinstance(found, BaseExceptionGroup):
+            left += found.exceptions
+
+
 MAX_QUOTED = 64  # characters
 
 
@@ -152,5 +171,5 @@ def described(error: BaseException) -> str:
 
 
 def as_infer_error(error: Exception) -> InferError:
-    """`error`, or INTERNAL with its description."""
-    return error if isinstance(error, InferError) else InferError(Code.INTERNAL, described(error))
+    """One that may be kept or raised (see `fresh`): what `error` says, or INTERNAL with its description."""
+    return fresh(error) if isinstance(error, InferError) else InferError(Code.INTERNAL, described(error))

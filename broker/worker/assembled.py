@@ -32,7 +32,7 @@ from broker.worker.sequence import Sequence as SequenceRecord
 from broker.worker.undelivered import Kept, worth_keeping
 from shm import datatypes, statistics
 from shm.admission import Request
-from shm.errors import Code, InferError, is_too_small
+from shm.errors import Code, InferError, forget_frames, is_too_small
 from shm.parameters import key_of
 
 MAX_BINDINGS = 32  # per instance: clients choose the shapes, so there is no end to them
@@ -132,6 +132,7 @@ def _run_part(instance: Instance, assembly: Assembly, rows: list[Row], again: bo
                 _run_part(instance, assembly, [request], again=False)
             else:
                 fail(instance, request, error, began)
+        forget_frames(error)
         return
     instance.count_copy("gather", batch.copied)
     done = []

@@ -31,7 +31,7 @@ from broker.worker.rate_limiter import RateLimiter
 from broker.worker.regions import Region, RegionTable
 from broker.worker.tracebacks import complain
 from shm import recovery, sockets, statistics
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, forget_frames
 from shm.statistics import StatisticsPage
 from shm.worker_channel import WorkerChannel
 
@@ -178,6 +178,7 @@ class Control:
             except BaseException as error:  # a model's own code may exit: that must be answered like anything else
                 complain(message.config, error)
                 self._refuse(message.id, error)
+                forget_frames(error)  # it came through what was loaded so far, and the backend may hold it
             else:
                 self._acknowledge(message.id)
 

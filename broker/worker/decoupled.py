@@ -25,7 +25,7 @@ from broker.worker.streams import Streams
 from broker.worker.tracebacks import complain
 from shm import datatypes, statistics
 from shm.admission import Request
-from shm.errors import Code, InferError, described
+from shm.errors import Code, InferError, described, forget_frames, fresh
 from shm.worker_channel import WorkerChannel
 
 _now = time.monotonic_ns
@@ -103,13 +103,14 @@ def _execute(instance: Instance, live: Streams, given: list[Stream]) -> None:
         except Exception as error:
             complain(instance.model.config, error)
             failure = _described(error)
+            forget_frames(error)  # the backend may hold it
             for stream in streams:
                 stream.fail(failure)
 
 
 def _described(error: Exception) -> InferError:
     if isinstance(error, InferError):
-        return error
+        return fresh(error)
     return InferError(Code.INTERNAL, described(error).splitlines()[0])
 
 

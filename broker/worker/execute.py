@@ -36,6 +36,7 @@ from broker.worker.model import Instance
 from broker.worker.plans import Bytes, Plan
 from broker.worker.running import check_sizes, fail, neighbours, run_watched
 from shm.admission import Request
+from shm.errors import forget_frames
 
 _now = time.monotonic_ns
 
@@ -73,8 +74,8 @@ def _run(instance: Instance, requests: list[Request], rows: Sequence[Row]) -> No
         try:
             _run_together(instance, requests, now)
             return
-        except Exception:
-            pass  # whatever the runtime raised: which row caused it shows when each runs alone
+        except Exception as error:
+            forget_frames(error)  # whatever the runtime raised: which row caused it shows when each runs alone
     for request in requests:
         request.queue_ns = now - request.arrival
         _run_alone(instance, request)

@@ -27,7 +27,7 @@ from broker.worker.scheduler import Refused, Scheduler
 from broker.worker.turn import Inline, Turn
 from shm import statistics
 from shm.admission import Request
-from shm.errors import Code
+from shm.errors import Code, forget_frames
 from shm.layout import TAIL
 from shm.recovery import Recovered
 from shm.worker_channel import WorkerChannel
@@ -267,7 +267,8 @@ class Loop:
         instance.begin(rows, began)
         try:
             execution.run()
-        except BaseException:
+        except BaseException as error:
+            forget_frames(error)  # the backend may hold it
             instance.end(rows, 0)  # the attempt counts for nothing, and what follows may fail before it runs
             run_batch(instance, [request])  # tells the ways of failing apart
             channel.complete((request,))

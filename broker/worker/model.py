@@ -34,7 +34,7 @@ from broker.worker.tracebacks import complain
 from broker.worker.warm_up import warm_up
 from shm import statistics
 from shm.admission import Verdict
-from shm.errors import Code, described
+from shm.errors import Code, described, forget_frames
 from shm.parameters import Parameter
 
 if TYPE_CHECKING:
@@ -113,6 +113,8 @@ class Instance(Counted):
         except BaseException as error:
             _log.error("model '%s': close of its backend raised %s", self.model.name, described(error))
             complain(self.model.config, error)
+            forget_frames(error)
+        self.runtime = NoRuntime()  # the model and its instances refer to each other until Python looks for cycles
 
     def bind(
         self, inputs: list[Operand], outputs: list[Operand], rows: int, parameters: Mapping[str, Parameter]

@@ -14,7 +14,7 @@ from broker.worker.plans import Plan
 from broker.worker.tracebacks import complain
 from shm import statistics
 from shm.admission import Request
-from shm.errors import Code, InferError, described
+from shm.errors import Code, InferError, described, forget_frames
 
 _now = time.monotonic_ns
 
@@ -41,6 +41,7 @@ def fail(instance: Instance, request: Request, error: Exception, began: int) -> 
         request.fail(Code[error.code], error.message)
     else:
         request.fail(Code.INTERNAL, described(error).splitlines()[0])
+    forget_frames(error)  # the backend may hold it
     instance.block[statistics.FAIL] += 1
     instance.block[statistics.FAIL_NS] += _now() - began
 

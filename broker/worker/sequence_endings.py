@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, final
 from broker.worker.messages import Predecessor
 from broker.worker.sequence import Key
 from broker.worker.tracebacks import complain
+from shm.errors import forget_frames
 
 if TYPE_CHECKING:
     from broker.worker.backends import RuntimeModel
@@ -141,5 +142,6 @@ def tell(instance: Instance, endings: Sequence[Ending]) -> None:
                 ended(each.which, each.reason)
             except BaseException as error:
                 complain(instance.model.config, error)
+                forget_frames(error)
     finally:
         instance.end(1, 0)

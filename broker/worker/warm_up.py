@@ -140,7 +140,7 @@ class _Ending:
     def send(self, outputs: object, error: str | InferError, final: bool, parameters: object = None) -> None:
         """Nobody looks at what is sent but for errors."""
         if error:
-            self.error = error if isinstance(error, InferError) else InferError(Code.INTERNAL, error)
+            self.error = fresh(error) if isinstance(error, InferError) else InferError(Code.INTERNAL, error)
         if final:
             self.came.set()
 

@@ -294,7 +294,7 @@ def _allocator(model: TensorRTModel) -> Any:
                 self.buffer = scratch.get("allocated", tensor_name, size)
                 return self.buffer.pointer
             except InferError as error:  # TensorRT's own frames lie between here and the run
-                self.error = error
+                self.error = fresh(error)
                 return 0
 
         def reallocate_output(self, tensor_name: str, memory: int, size: int, alignment: int) -> int:

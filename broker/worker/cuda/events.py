@@ -26,7 +26,7 @@ from shm.admission import EXPIRED, Request
 from shm.cuda.descriptor import CudaEvents
 from shm.cuda.driver import Context, CudaError, make_current
 from shm.cuda.sync import OpenedRing
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, as_infer_error
 from shm.statistics import GPU_WAIT_NS, GPU_WAITS
 
 _ASKED = os.environ.get("TENSORBROKER_EVENT_PATIENCE_MS", "")
@@ -187,7 +187,7 @@ class _Waiting(NamedTuple):
         except Exception as failure:
             if isinstance(failure, CudaError):
                 end_if_lost(failure, "an event of a client")
-            error = failure
+            error = as_infer_error(failure)
         if now > self.since:
             self.events.count(now - self.since)
         self.then(error)

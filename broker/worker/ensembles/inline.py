@@ -17,6 +17,7 @@ from broker.worker.ensembles.memory import Prepared
 from broker.worker.model import Instance, LoadedModel
 from broker.worker.plans import Plan
 from shm.admission import Request
+from shm.errors import forget_frames
 from shm.worker_channel import WorkerChannel
 
 if TYPE_CHECKING:
@@ -121,7 +122,8 @@ class Lone:
             instance.begin(rows, began)
             try:
                 execution.run()
-            except BaseException:
+            except BaseException as error:
+                forget_frames(error)  # the backend may hold it
                 instance.end(rows, 0)  # the attempt counts for nothing
                 self._failed = True
                 return
