@@ -9,6 +9,7 @@ from typing import Final
 from broker.gateway import correlation
 from broker.gateway.classification import classify
 from broker.gateway.kserve import DECOUPLED, InferRequest, InferResponse, OutputTensor
+from broker.gateway.placed import reworded
 from broker.gateway.plan_cache import Entry
 from broker.gateway.regions import Alias
 from broker.gateway.timeouts import EXPIRED
@@ -76,7 +77,7 @@ def told(error: InferError, request: InferRequest, aliases: Iterable[Alias]) -> 
         return InferError(code, EXPIRED)  # in Triton without the id, unlike a full queue
     else:
         message = _STRINGS.sub(lambda found: f"{found[1]} for model '{request.model}'", message)
-    return InferError(code, f"[request id: {request.id or UNKNOWN_ID}] {message}")
+    return reworded(error, f"[request id: {request.id or UNKNOWN_ID}] {message}", code)
 
 
 def told_in_stream(error: InferError, request: InferRequest, aliases: Iterable[Alias]) -> InferError:

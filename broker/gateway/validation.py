@@ -1,7 +1,8 @@
 """Does this request fit the model? Triton's checks on plain data, in Triton's order and words.
 
 Called by `broker.gateway.inference` when it meets a kind of request for the first time; what only the data can tell
-(the lengths of strings) the worker checks with every request. Errors are INVALID_ARG, without the request id.
+(the lengths of strings) the worker checks with every request. Errors are INVALID_ARG, without the request id, and
+know their place.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import math
 from collections.abc import Sequence
 
 from broker.gateway.kserve import InferRequest, InputTensor, RequestedOutput
+from broker.gateway.placed import one_of, refused, tensor_at
 from shm.datatypes import BYTES, DATATYPES, byte_size, element_size, shape_text
-from shm.errors import Code, InferError
+from shm.errors import shortened
 from shm.message_values import ModelMetadata, TensorMetadata
 
 MAX_ELEMENTS = 2**63 - 1
@@ -33,10 +35,14 @@ def check(model: ModelMetadata, request: InferRequest) -> list[RequestedOutput]:
     if model.max_batch_size:
         _check_batch(model, request.inputs)
     known = {tensor.name: tensor for tensor in model.inputs}
-    for tensor in request.inputs:
+    for index, tensor in enumerate(request.inputs):
         if tensor.name not in known:
-            raise _refuse(f"unexpected inference input '{tensor.name}' for model '{model.name}'")
-        _check_input(model, known[tensor.name], tensor)
+            raise refused(
+                f"unexpected inference input '{tensor.name}' for model '{model.name}'",
+                f"inputs[{index}].name",
+                f"expected {one_of(known)}, got '{shortened(tensor.name)}'",
+            )
+        _check_input(model, known[tensor.name], tensor, index)
     return outputs
 
 
@@ -45,12 +51,12 @@ def given_byte_size(tensor: InputTensor, model: str) -> int:
     if tensor.region:
         return tensor.byte_size
     if tensor.data is None:
-        raise _refuse(f"unable to find data for input tensor '{tensor.name}' for model '{model}' in request.")
+        raise refused(
+            f"unable to find data for input tensor '{tensor.name}' for model '{model}' in request.",
+            f"input '{shortened(tensor.name)}'",
+            "expected data, or a shared memory region, got neither",
+        )
     return memoryview(tensor.data).nbytes
-
-
-def _refuse(message: str) -> InferError:
-    return InferError(Code.INVALID_ARG, message)
 
 
 def _outputs(model: ModelMetadata, asked: Sequence[RequestedOutput] | None) -> list[RequestedOutput]:
@@ -58,11 +64,16 @@ def _outputs(model: ModelMetadata, asked: Sequence[RequestedOutput] | None) -> l
     if not asked:
         return [RequestedOutput(tensor.name) for tensor in model.outputs]
     chosen: set[str] = set()
-    for output in asked:
+    for index, output in enumerate(asked):
+        place = f"outputs[{index}].name"
         if output.name in chosen:
-            raise _refuse(f"output '{output.name}' already exists in request")
+            raise refused(f"output '{output.name}' already exists in request", place, _twice(output.name))
         if output.name not in known:
-            raise _refuse(f"unexpected inference output '{output.name}' for model '{model.name}'")
+            raise refused(
+                f"unexpected inference output '{output.name}' for model '{model.name}'",
+                place,
+                f"expected {one_of(tensor.name for tensor in model.outputs)}, got '{shortened(output.name)}'",
+            )
         chosen.add(output.name)
     return list(asked)
 
@@ -71,7 +82,7 @@ def _check_inputs_named(model: ModelMetadata, given: Sequence[InputTensor]) -> N
     names = [tensor.name for tensor in given]
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise _refuse(f"input '{name}' already exists in request")
+            raise refused(f"input '{name}' already exists in request", f"inputs[{index}].name", _twice(name))
     known = [tensor.name for tensor in model.inputs]
     required = [tensor.name for tensor in model.inputs if not tensor.optional]
     missing = [name for name in required if name not in names]
@@ -84,62 +95,98 @@ def _check_inputs_named(model: ModelMetadata, given: Sequence[InputTensor]) -> N
         if len(required) == len(known)
         else f"expected number of inputs between {len(required)} and {len(known)} but got {len(names)} inputs"
     )
-    raise _refuse(
+    wanted = ", ".join(f"'{each.name}' ({each.datatype} {shape_text(each.shape)})" for each in model.inputs)
+    raise refused(
         f"{expected} for model '{model.name}'. Got input(s) {_quoted(names)}, but missing required input(s) "
-        f"{_quoted(missing)}. Please provide all required input(s)."
+        f"{_quoted(missing)}. Please provide all required input(s).",
+        "inputs",
+        f"expected {wanted}, got {', '.join(map(repr, map(shortened, names))) or 'none'}",
     )
 
 
 def _check_batch(model: ModelMetadata, given: Sequence[InputTensor]) -> None:
     rows = None
-    for tensor in given:
+    for index, tensor in enumerate(given):
+        place = tensor_at("input", index, tensor.name, "shape")
         if not tensor.shape:
-            raise _refuse(f"input '{tensor.name}' has no shape but model requires batch dimension for '{model.name}'")
+            raise refused(
+                f"input '{tensor.name}' has no shape but model requires batch dimension for '{model.name}'",
+                place,
+                "expected a batch dimension in front, got []",
+            )
         if rows is not None and tensor.shape[0] != rows:
-            raise _refuse(f"input '{tensor.name}' batch size does not match other inputs for '{model.name}'")
+            raise refused(
+                f"input '{tensor.name}' batch size does not match other inputs for '{model.name}'",
+                f"{place}[0]",
+                f"expected {rows}, as in the inputs before, got {tensor.shape[0]}",
+            )
         rows = tensor.shape[0]
     if rows is not None and rows > model.max_batch_size:
-        raise _refuse(f"inference request batch-size must be <= {model.max_batch_size} for '{model.name}'")
+        raise refused(
+            f"inference request batch-size must be <= {model.max_batch_size} for '{model.name}'",
+            tensor_at("input", 0, given[0].name, "shape[0]"),
+            f"expected at most {model.max_batch_size} (max_batch_size), got {rows}",
+        )
 
 
-def _check_input(model: ModelMetadata, expected: TensorMetadata, tensor: InputTensor) -> None:
+def _check_input(model: ModelMetadata, expected: TensorMetadata, tensor: InputTensor, index: int) -> None:
     where = f"input '{tensor.name}' for model '{model.name}'"
     if tensor.datatype != expected.datatype:
-        raise _refuse(
+        raise refused(
             f"inference input '{tensor.name}' data-type is '{tensor.datatype}', but model '{model.name}' expects "
-            f"'{expected.datatype}'"
+            f"'{expected.datatype}'",
+            tensor_at("input", index, tensor.name, "datatype"),
+            f"expected {expected.datatype}, got {shortened(tensor.datatype)}",
         )
+    place = tensor_at("input", index, tensor.name, "shape")
+    fit = f"expected {shape_text(expected.shape)}, got {shape_text(tensor.shape)}"
     if any(dim < 0 for dim in tensor.shape):
-        raise _refuse(f"All input dimensions should be specified for {where}, got {shape_text(tensor.shape)}")
+        text = f"All input dimensions should be specified for {where}, got {shape_text(tensor.shape)}"
+        raise refused(text, place, fit)
     fits = len(tensor.shape) == len(expected.shape) and all(
         want in (-1, dim) for want, dim in zip(expected.shape, tensor.shape, strict=True)
     )
     if not fits:
-        raise _refuse(
+        raise refused(
             f"unexpected shape for {where}. Expected {shape_text(expected.shape)}, got {shape_text(tensor.shape)}."
-            + (_BATCH_NOTE if model.max_batch_size else "")
+            + (_BATCH_NOTE if model.max_batch_size else ""),
+            place,
+            fit,
         )
-    _check_byte_size(model, tensor, where)
+    _check_byte_size(model, tensor, where, index)
 
 
-def _check_byte_size(model: ModelMetadata, tensor: InputTensor, where: str) -> None:
+def _check_byte_size(model: ModelMetadata, tensor: InputTensor, where: str, index: int) -> None:
     came = given_byte_size(tensor, model.name)
+    place = tensor_at("input", index, tensor.name)
     if math.prod(tensor.shape) > MAX_ELEMENTS:
-        raise _refuse(
+        raise refused(
             f"invalid shape for input '{tensor.name}': shape {shape_text(tensor.shape)} causes total element count to "
-            f"exceed maximum size of {MAX_ELEMENTS}"
+            f"exceed maximum size of {MAX_ELEMENTS}",
+            f"{place}.shape",
+            f"expected at most {MAX_ELEMENTS} elements, got {math.prod(tensor.shape)}",
         )
     if tensor.datatype == BYTES or tensor.datatype not in DATATYPES:
         return
     count, each = math.prod(tensor.shape), element_size(tensor.datatype)
     if count > MAX_ELEMENTS // each:
-        raise _refuse(
+        raise refused(
             f"byte size overflow for input '{tensor.name}': element count ({count}) * data type size ({each}) exceeds "
-            f"maximum allowed size ({MAX_ELEMENTS})"
+            f"maximum allowed size ({MAX_ELEMENTS})",
+            f"{place}.shape",
+            f"expected at most {MAX_ELEMENTS} bytes, got {count * each}",
         )
     if came != count * each:
-        raise _refuse(f"{SIZE_MISMATCH} for {where}. Expected {count * each}, got {came}")
+        raise refused(
+            f"{SIZE_MISMATCH} for {where}. Expected {count * each}, got {came}",
+            place,
+            f"expected {count * each} bytes, as its datatype and shape say, got {came}",
+        )
     byte_size(tensor.datatype, tensor.shape)  # also where a dimension of 0 hides others that no runtime can take
+
+
+def _twice(name: str) -> str:
+    return f"expected each name once, got '{shortened(name)}' once more"
 
 
 def _quoted(names: Sequence[str]) -> str:

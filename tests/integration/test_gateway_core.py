@@ -180,6 +180,7 @@ def test_errors_name_the_request(lending):
             with pytest.raises(InferError) as caught:
                 await service.infer(request("add1", wrong, id=ident), REMOTE)
             assert (caught.value.code, caught.value.message) == ("INVALID_ARG", prefix + text)
+            assert caught.value.detail == "input 'x', inputs[0].datatype: expected FP32, got FP64"
 
     served(lending, test)
 

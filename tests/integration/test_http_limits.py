@@ -266,7 +266,12 @@ def test_other_protocols_are_not_spoken(server: Running, start: bytes) -> None:
 def test_wrong_paths_and_methods(server: Running) -> None:
     with server.connect() as peer:
         for method in ("GET", "PUT", "DELETE", "OPTIONS", "PATCH"):
-            assert peer.request(method, INFER, b"{}").error() == (405, "Method Not Allowed")
+            status, headers, body = peer.request(method, INFER, b"{}").reply()
+            assert (status, headers["allow"], body) == (405, "POST", b'{"error":"Method Not Allowed"}')
+        assert peer.request("DELETE", "/v2/logging").reply()[1]["allow"] == "GET, POST"
+        status, headers, body = peer.request("POST", "/v2/models/m/versions/abc/infer", b"{}").reply()
+        assert (status, body) == (404, b'{"error":"Not Found"}')
+        assert "'abc'" in headers["tensorbroker-detail"]
         for path in ("/", "/v1", "//v2", "/v2/", "/v2/models/a%00b/x", "/v2/models/%2e%2e/%2e%2e/x", "/v2?x=/../"):
             expected = 200 if path.startswith("/v2?") else 404
             assert peer.request("GET", path).reply()[0] == expected

@@ -7,7 +7,8 @@ import pytest
 
 from broker.gateway import validation
 from broker.gateway.kserve import InferRequest, InputTensor, RequestedOutput
-from shm.errors import InferError
+from broker.gateway.placed import Placed, reworded
+from shm.errors import Code, InferError
 from shm.message_values import ModelMetadata, TensorMetadata
 
 BATCH_NOTE = (
@@ -198,3 +199,56 @@ def test_strings_have_the_size_they_have():
 def test_data_of_any_buffer_is_measured_in_bytes():
     words = memoryview(np.zeros(4, np.float32))
     assert validation.given_byte_size(InputTensor("x", "FP32", (4,), data=words), "m") == 16
+
+
+@pytest.mark.parametrize(
+    ("metadata", "inputs", "outputs", "detail"),
+    [
+        (ONE, [("x", "FP32", (1, 4))], ["w"], "outputs[0].name: expected 'y', got 'w'"),
+        (ONE, [("x", "FP32", (1, 4))], ["y", "y"], "outputs[1].name: expected each name once, got 'y' once more"),
+        (TWO, [("a", "FP32", (1, 4))] * 2, [], "inputs[1].name: expected each name once, got 'a' once more"),
+        (
+            TWO,
+            [("a", "FP32", (1, 4)), ("c", "FP32", (1, 4))],
+            [],
+            "inputs[1].name: expected one of 'a', 'b', got 'c'",
+        ),
+        (TWO, [("a", "FP32", (1, 4))], [], "inputs: expected 'a' (FP32 [-1,4]), 'b' (FP32 [-1,4]), got 'a'"),
+        (
+            TWO,
+            [("a", "FP32", (2, 4)), ("b", "FP32", (3, 4))],
+            [],
+            "input 'b', inputs[1].shape[0]: expected 2, as in the inputs before, got 3",
+        ),
+        (
+            TWO,
+            [("a", "FP32", (9, 4)), ("b", "FP32", (9, 4))],
+            [],
+            "input 'a', inputs[0].shape[0]: expected at most 8 (max_batch_size), got 9",
+        ),
+        (
+            TWO,
+            [("a", "FP32", ()), ("b", "FP32", ())],
+            [],
+            "input 'a', inputs[0].shape: expected a batch dimension in front, got []",
+        ),
+        (ONE, [("x", "FP64", (1, 4))], [], "input 'x', inputs[0].datatype: expected FP32, got FP64"),
+        (ONE, [("x", "FP32", (1, 5))], [], "input 'x', inputs[0].shape: expected [-1,4], got [1,5]"),
+        (ONE, [("x", "FP32", (1, -4))], [], "input 'x', inputs[0].shape: expected [-1,4], got [1,-4]"),
+        (
+            ONE,
+            [("x", "FP32", (1, 4), 15)],
+            [],
+            "input 'x', inputs[0]: expected 16 bytes, as its datatype and shape say, got 15",
+        ),
+    ],
+)
+def test_what_does_not_fit_knows_its_place(metadata, inputs, outputs, detail):
+    request = InferRequest("m", inputs=[tensor(*row) for row in inputs], outputs=list(map(RequestedOutput, outputs)))
+    with pytest.raises(Placed) as caught:
+        validation.check(metadata, request)
+    assert caught.value.detail == detail
+    told = reworded(caught.value, "other words", "UNAVAILABLE")
+    assert isinstance(told, Placed)
+    assert (told.code, told.message, told.detail) == ("UNAVAILABLE", "other words", detail)
+    assert not isinstance(reworded(InferError(Code.INTERNAL, "a"), "b"), Placed)

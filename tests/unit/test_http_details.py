@@ -10,22 +10,20 @@ from typing import Any
 import pytest
 
 from broker.gateway.http.codec import decode
-from broker.gateway.http.errors import DETAIL, MAX_DETAIL, Misread
-from broker.gateway.http.generate import decode_generate, explained
+from broker.gateway.http.errors import DETAIL
 from broker.gateway.http.json import dumps
 from broker.gateway.http.message import error_reply
-from broker.gateway.kserve import InferRequest
+from broker.gateway.placed import MAX_DETAIL, Placed
 from shm.errors import Code, InferError
-from shm.message_values import ModelMetadata, TensorMetadata
 
 X = {"name": "x", "shape": [2], "datatype": "FP32", "data": [1, 2]}
 NOT_STRING = "attempt to access JSON non-string as string"
 NOT_DOUBLE = "Unable to parse 'data': attempt to access JSON non-double as double"
 
 
-def infer_error(document: Any) -> Misread:
+def infer_error(document: Any) -> Placed:
     body = document if isinstance(document, bytes) else dumps(document)
-    with pytest.raises(Misread) as caught:
+    with pytest.raises(Placed) as caught:
         decode("m", "", body, len(body), 1 << 20)
     return caught.value
 
@@ -177,6 +175,63 @@ def second(**changes: Any) -> dict[str, Any]:
             "output 'y', outputs[0].parameters.binary_data: expected true or false, got the number 1",
         ),
         (
+            second(datatype="INT8", data=[[1], [-300]]),
+            "Unable to parse 'data': a value of input 'x' does not fit in INT8",
+            "input 'x', inputs[1].data[1][0]: expected a number from -128 to 127 (INT8), got the number -300",
+        ),
+        (
+            second(data=[1.5, -(10**400)]),
+            "Unable to parse 'data': a value of input 'x' does not fit in FP32",
+            f"input 'x', inputs[1].data[1]: expected a number below 1.8e308 (FP32), got the number -1{'0' * 62}...",
+        ),
+        (
+            b'{"id":"1e400","inputs":[{"name":"x","shape":[2],"datatype":"FP32","data":[[1],[-1e400]]}]}',
+            "failed to parse the request JSON buffer: Number too big to be stored in double. at 79",
+            "inputs[0].data[1][0]: expected a number below 1.8e308, got -1e400",
+        ),
+        (
+            b'{"a":{"b":[[],{}]},"a b":[1,' + b"7" * 5000 + b"]}",
+            "failed to parse the request JSON buffer: Number too big to be stored in double. at 28",
+            f"a b[1]: expected a number below 1.8e308, got {'7' * 64}...",
+        ),
+        (
+            b'{"a":1e999,"a":1}',
+            "failed to parse the request JSON buffer: Number too big to be stored in double. at 5",
+            "the body: expected a number below 1.8e308, got 1e999",
+        ),
+        (
+            second(datatype="FLOAT"),
+            "invalid datatype for input x",
+            "input 'x', inputs[1].datatype: expected one of 'BF16', 'BOOL', 'BYTES', 'FP16', 'FP32', 'FP64', 'INT16', "
+            "'INT32', 'INT64', 'INT8', 'UINT16', 'UINT32', 'UINT64', 'UINT8', got the string 'FLOAT'",
+        ),
+        (
+            second(datatype="FP16"),
+            "receiving FP16 data via JSON is not supported. Please use the binary data format for input x",
+            "input 'x', inputs[1].datatype: expected another datatype, or binary data ('binary_data_size'), got FP16",
+        ),
+        (
+            second(shape=[2**63]),
+            f"invalid shape for input 'x': shape [{2**63}] contains one or more invalid dimensions",
+            f"input 'x', inputs[1].shape: expected at most {2**63 - 1} elements in all, got {2**63}",
+        ),
+        (
+            {"inputs": [{"name": "b", "shape": [1], "datatype": "FP32", "parameters": {"binary_data_size": 4}}]},
+            "unexpected size for input 'b', expecting 4 additional bytes for model 'm'",
+            "input 'b', inputs[0].parameters.binary_data_size: expected at most 0, the bytes left behind the JSON, got "
+            "4",
+        ),
+        (
+            {"inputs": [X], "parameters": {"triton_mine": 1}},
+            "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified.",
+            "parameters.triton_mine: expected another name, 'triton_' begins those that Triton keeps for itself",
+        ),
+        (
+            {"inputs": [X], "outputs": [{"parameters": {"shared_memory_region": "r", "classification": 1}}]},
+            "Output can't set both 'shared_memory_region' and 'classification'",
+            "outputs[0].parameters.classification: expected none of it beside 'shared_memory_region', got both",
+        ),
+        (
             {"inputs": [X], "outputs": [{}]},
             "Unable to parse 'name': attempt to access non-existing object member 'name'",
             "outputs[0].name: it is missing",
@@ -222,67 +277,6 @@ def test_a_detail_is_a_header_s_value_whatever_came() -> None:
     assert error.detail.isprintable()
     assert error.detail.startswith("input '\\xe4\\x0d\\x0a\\x7f")
     assert "expected an array, got the string '" in error.detail
-    long = Misread(Code.INTERNAL, "", "p" * 5000, "wrong")
+    long = Placed(Code.INTERNAL, "", "p" * 5000, "wrong")
     assert len(long.detail) == MAX_DETAIL
     assert error_reply(InferError(Code.INTERNAL, "no")).headers == ()
-
-
-# --- generate ---------------------------------------------------------------------------------------------------------
-
-
-TEXT = TensorMetadata(name="text", datatype="BYTES", shape=(-1,))
-SIZES = TensorMetadata(name="sizes", datatype="INT32", shape=(2, 2))
-HINT = TensorMetadata(name="hint", datatype="BYTES", shape=(1,), optional=True)
-MODEL = ModelMetadata(name="m", version="1", inputs=(TEXT, SIZES, HINT))
-
-
-@pytest.mark.parametrize(
-    ("document", "text", "detail"),
-    [
-        ([], "attempt to access JSON non-object as object", "the body: expected an object, got an array of 0"),
-        (
-            {"text": ["a", 1]},
-            f"Unable to parse JSON bytes array: {NOT_STRING}",
-            "text[1]: expected a string, got the number 1",
-        ),
-        (
-            {"sizes": [1, 2]},
-            "The schema can not convert input 'sizes' to tensor with proper shape",
-            "sizes: expected as many elements as fill the shape [2,2], got 2",
-        ),
-        (
-            {"parameters": {"sizes": ["a"]}},
-            "Converting keyword: 'parameters': Unable to parse 'data': attempt to access JSON non-signed-integer as "
-            "signed-integer",
-            "parameters.sizes[0]: expected an integer, got the string 'a'",
-        ),
-        (
-            {"txt": ["a"]},
-            "parameter 'txt' has invalid type. It should be either 'int', 'bool', or 'string'.",
-            "txt: this is no input of the model, which has 'text', 'sizes', 'hint', so it is a parameter of the request"
-            ": expected a number, a string, true or false, got an array of 1",
-        ),
-    ],
-)
-def test_generate(document: Any, text: str, detail: str) -> None:
-    with pytest.raises(Misread) as caught:
-        decode_generate(MODEL, "", document, 1 << 20)
-    assert (caught.value.message, caught.value.detail) == (text, detail)
-
-
-def test_inputs_that_are_missing_and_what_may_have_been_meant_for_them() -> None:
-    refused = InferError(Code.INVALID_ARG, "expected number of inputs between 2 and 3 but got 0 inputs for model 'm'.")
-    wanted = decode_generate(MODEL, "", {"txt": "a", "size": 1}, 1 << 20)
-    error = explained(refused, MODEL, wanted)
-    assert isinstance(error, Misread)
-    assert (error.code, error.message) == (refused.code, refused.message)
-    assert error.detail == (
-        "the body: expected 'text' (BYTES [-1]), 'sizes' (INT32 [2,2]), too, got no input; 'txt', 'size' are no input "
-        "of the model, but parameters of the request"
-    )
-    other = InferError(Code.UNAVAILABLE, "no")
-    assert explained(other, MODEL, wanted) is other
-    whole = decode_generate(MODEL, "", {"text": "a", "sizes": [1, 2, 3, 4]}, 1 << 20)
-    assert explained(refused, MODEL, whole) is refused
-    many = InferRequest("m", "", parameters={f"p{number}": 1 for number in range(1000)})
-    assert len(str(explained(refused, MODEL, many))) < 1000

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-from broker.gateway.http.errors import Misread, invalid
+from broker.gateway.http.errors import invalid
 from broker.gateway.http.json import (
     INT64_MAX,
     INT64_MIN,
@@ -29,6 +29,7 @@ from broker.gateway.http.json import (
 )
 from broker.gateway.http.tensors import count_elements, read_data, write_data
 from broker.gateway.kserve import Buffer, InferRequest, InferResponse, InputTensor, Parameter, RequestedOutput
+from broker.gateway.placed import Placed, Within, refused, tensor_at
 from shm.datatypes import BYTES, element_size
 from shm.errors import Code, shortened
 from shm.message_values import ModelMetadata
@@ -54,16 +55,21 @@ def header_length(header: str | None, body_length: int) -> int:
         return body_length
     found = _STOI.match(header)
     if found is None:
-        raise invalid(f"Unable to parse {HEADER_LENGTH}, got: {header}")
+        raise _no_length(f"Unable to parse {HEADER_LENGTH}, got: {header}", header, body_length)
     # Longer ones are out of range whatever they say, and converting them takes quadratic time.
     value = int(found[0]) if len(found[0]) < 32 else _INT32_MAX + 1
     if not _INT32_MIN <= value <= _INT32_MAX:
-        raise invalid(
-            f"Unable to parse {HEADER_LENGTH}, value is out of range [ {_INT32_MIN}, {_INT32_MAX} ], got: {header}"
-        )
+        text = f"Unable to parse {HEADER_LENGTH}, value is out of range [ {_INT32_MIN}, {_INT32_MAX} ], got: {header}"
+        raise _no_length(text, header, body_length)
     if not 0 <= value <= body_length:
-        raise invalid(f"inference header size should be in range (0, {body_length}), got: {header}")
+        text = f"inference header size should be in range (0, {body_length}), got: {header}"
+        raise _no_length(text, header, body_length)
     return value
+
+
+def _no_length(text: str, header: str, body_length: int) -> Placed:
+    problem = f"expected a number from 0 to {body_length}, the bytes of the body, got {shortened(header)!r}"
+    return refused(text, HEADER_LENGTH, problem)
 
 
 def decode(model: str, version: str, body: Buffer, json_length: int, limit: int) -> tuple[InferRequest, bool]:
@@ -78,26 +84,29 @@ def decode(model: str, version: str, body: Buffer, json_length: int, limit: int)
         request.id = as_string(identifier, "Unable to parse 'id': ")
     binary = False
     if (parameters := find(document, "parameters")) is not MISSING:
-        try:
+        with Within("parameters"):
             binary = read_parameters(request, as_object(parameters, "failed to get request params.: "))
-        except Misread as error:
-            raise error.inside("parameters") from None
     position = json_length
     inputs = as_array(member(document, "inputs", "Unable to parse 'inputs': "), "Unable to parse 'inputs': ")
     for index, item in enumerate(inputs):
         try:
             tensor, position = _read_input(item, view, position, model, limit)
-        except Misread as error:
+        except Placed as error:
             raise _placed(error, "input", index, item) from None
         request.inputs.append(tensor)
     if position != len(view):
-        raise invalid(f"unexpected additional input data for model '{model}'")
+        raise refused(
+            f"unexpected additional input data for model '{model}'",
+            "",
+            f"expected {position - json_length} bytes behind the JSON, the 'binary_data_size' of all inputs, got "
+            f"{len(view) - json_length}",
+        )
     if (outputs := find(document, "outputs")) is not MISSING:
         listed = []
         for index, item in enumerate(as_array(outputs, "Unable to parse 'outputs': ")):
             try:
                 listed.append(_read_output(item))
-            except Misread as error:
+            except Placed as error:
                 raise _placed(error, "output", index, item) from None
         request.outputs = listed or None
     return request, binary
@@ -135,27 +144,36 @@ def read_parameters(request: InferRequest, parameters: dict[str, Any]) -> bool:
     """Set what the `parameters` of a request say; returns binary_data_output. Raises InferError."""
     binary = False
     for name, value in parameters.items():
-        if name == "sequence_id":
-            is_number = type(value) is int and value >= 0
-            check = as_uint if is_number else as_string
-            request.sequence_id = check(value, "Unable to parse 'sequence_id': ")
-        elif name == "sequence_start":
-            request.sequence_start = as_bool(value, "Unable to parse 'sequence_start': ")
-        elif name == "sequence_end":
-            request.sequence_end = as_bool(value, "Unable to parse 'sequence_end': ")
-        elif name == "priority":
-            request.priority = as_uint(value, "Unable to parse 'priority': ")
-        elif name == "timeout":
-            request.timeout_us = as_uint(value, "Unable to parse 'timeout': ")
-        elif name == "binary_data_output":
+        if name == "binary_data_output":
             binary = as_bool(value, "Unable to parse 'binary_data_output': ")
         elif name.startswith("triton_"):
-            raise invalid(
-                "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified."
+            raise refused(
+                "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified.",
+                shortened(name),
+                "expected another name, 'triton_' begins those that Triton keeps for itself",
             )
-        else:
+        elif not read_option(request, name, value):
             request.parameters[name] = custom_parameter(name, value)
     return binary
+
+
+def read_option(request: InferRequest, name: str, value: Any) -> bool:
+    """Set what a parameter with a meaning of its own says; False: `name` is none of them. Raises InferError."""
+    if name == "sequence_id":
+        is_number = type(value) is int and value >= 0
+        check = as_uint if is_number else as_string
+        request.sequence_id = check(value, "Unable to parse 'sequence_id': ")
+    elif name == "sequence_start":
+        request.sequence_start = as_bool(value, "Unable to parse 'sequence_start': ")
+    elif name == "sequence_end":
+        request.sequence_end = as_bool(value, "Unable to parse 'sequence_end': ")
+    elif name == "priority":
+        request.priority = as_uint(value, "Unable to parse 'priority': ")
+    elif name == "timeout":
+        request.timeout_us = as_uint(value, "Unable to parse 'timeout': ")
+    else:
+        return False
+    return True
 
 
 def custom_parameter(name: str, value: Any) -> Parameter:
@@ -164,7 +182,7 @@ def custom_parameter(name: str, value: Any) -> Parameter:
         return float(value)
     if type(value) in (str, int, bool, float):
         return value  # type: ignore[no-any-return]
-    raise Misread(
+    raise Placed(
         Code.INVALID_ARG,
         f"parameter '{name}' has invalid type. It should be either 'int', 'bool', or 'string'.",
         shortened(name),
@@ -179,7 +197,11 @@ def forward_headers(request: InferRequest, headers: Iterable[tuple[bytes, bytes]
         if pattern.search(name) is None:
             continue
         if name in RESERVED or name.startswith("triton_"):
-            raise invalid(f"Header '{name}' is reserved for Triton usage and cannot be forwarded.")
+            raise refused(
+                f"Header '{name}' is reserved for Triton usage and cannot be forwarded.",
+                f"header {shortened(name)}",
+                "expected another name, since --http-header-forward-pattern makes a parameter of it",
+            )
         request.parameters[name] = raw_value.decode(errors="replace")
 
 
@@ -232,15 +254,14 @@ def byte_view(data: Buffer) -> Buffer:
     return data
 
 
-def _placed(error: Misread, kind: str, index: int, item: Any) -> Misread:
+def _placed(error: Placed, kind: Literal["input", "output"], index: int, item: Any) -> Placed:
     """`error` in an entry of `inputs` or `outputs`, with the name that the entry gives itself."""
-    place = f"{kind}s[{index}]"
     if type(item) is not dict:
-        return Misread(error.code, error.message, place, f"expected an object, got {shown(item)}")
+        problem = f"expected an object, got {shown(item)}"
+        return Placed(error.code, error.message, tensor_at(kind, index, None), problem)
     if error.place in _PARAMETERS:
         error = error.inside("parameters")
-    name = item.get("name")
-    return error.inside(f"{kind} '{shortened(name)}', {place}" if type(name) is str else place)
+    return error.inside(tensor_at(kind, index, item.get("name")))
 
 
 def _read_input(item: Any, body: memoryview, position: int, model: str, limit: int) -> tuple[InputTensor, int]:
@@ -262,15 +283,17 @@ def _read_input(item: Any, body: memoryview, position: int, model: str, limit: i
         size = as_uint(parameters["binary_data_size"], "Unable to parse 'binary_data_size': ")
         end = position + size
         if end > len(body):
-            raise invalid(
-                f"unexpected size for input '{name}', expecting {end - len(body)} additional bytes for model '{model}'"
+            raise refused(
+                f"unexpected size for input '{name}', expecting {end - len(body)} additional bytes for model '{model}'",
+                "binary_data_size",
+                f"expected at most {len(body) - position}, the bytes left behind the JSON, got {size}",
             )
         return InputTensor(name, datatype, shape, body[position:end]), end
     count = count_elements(name, shape)
     return InputTensor(name, datatype, shape, read_data(item["data"], name, datatype, count, limit)), position
 
 
-def _not_one(has_data: bool, has_binary: bool, has_region: bool) -> Misread:
+def _not_one(has_data: bool, has_binary: bool, has_region: bool) -> Placed:
     came = [
         name
         for name, has in (
@@ -281,7 +304,7 @@ def _not_one(has_data: bool, has_binary: bool, has_region: bool) -> Misread:
         if has
     ]
     what = f"set {' '.join(came)}" if came else "no field is set"
-    return Misread(
+    return Placed(
         Code.INVALID_ARG,
         f"Input must set only one of the following fields: {_CONTENTS}. But {what}",
         "",
@@ -304,12 +327,17 @@ def _read_output(item: Any) -> RequestedOutput:
     parameters = {} if parameters is MISSING else as_object(parameters, "Unable to parse 'parameters': ")
     has_region = "shared_memory_region" in parameters
     if has_region and "classification" in parameters:
-        raise invalid("Output can't set both 'shared_memory_region' and 'classification'")
+        raise _not_both("classification")
     binary = as_bool(parameters.get("binary_data", False), "Unable to parse 'binary_data': ")
     if has_region and binary:  # the clients say `false` beside a region
-        raise invalid("Output can't set both 'shared_memory_region' and 'binary_data'")
+        raise _not_both("binary_data")
     name = as_string(member(item, "name", "Unable to parse 'name': "), "Unable to parse 'name': ")
     if has_region:
         return RequestedOutput(name, *_read_region(parameters), binary=False)
     classes = as_uint(parameters.get("classification", 0), "Unable to set 'classification': ")
     return RequestedOutput(name, classes=classes, binary=binary)
+
+
+def _not_both(name: str) -> Placed:
+    text = f"Output can't set both 'shared_memory_region' and '{name}'"
+    return refused(text, name, "expected none of it beside 'shared_memory_region', got both")

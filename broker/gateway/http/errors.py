@@ -5,9 +5,8 @@ The one table of this protocol; used by every module of `broker.gateway.http`.
 
 from __future__ import annotations
 
-import re
 from http import HTTPStatus
-from typing import Final, final
+from typing import Final
 
 import msgspec
 
@@ -33,39 +32,7 @@ METHOD_NOT_ALLOWED: Final = "Method Not Allowed"
 EXITING: Final = "Server exiting"
 SHM_DISABLED: Final = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
 DETAIL: Final = "Tensorbroker-Detail"  # a header of replies that are errors: what Triton's text leaves out
-MAX_DETAIL: Final = 1024  # characters of it
-_UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f]")
 RAISE_LIMIT: Final = "Use --http-max-input-size to increase the limit."
-
-
-@final
-class Misread(InferError):
-    """JSON that is not as it should be. The message is Triton's, which does not say where; `detail` does."""
-
-    def __init__(self, code: Code | str, message: str, place: str, problem: str) -> None:
-        """`place`: "inputs[1].data[3]"; `problem`: what was expected there and what came."""
-        super().__init__(code, message)
-        self.place = place
-        self.problem = problem
-
-    @property
-    def detail(self) -> str:
-        """Place and problem as a header's value (`DETAIL`)."""
-        text = f"{self.place or 'the body'}: {self.problem}"
-        return _UNPRINTABLE.sub(lambda found: f"\\x{ord(found[0]):02x}", ascii_of(text))[:MAX_DETAIL]
-
-    def inside(self, outer: str, prefix: str = "") -> Misread:
-        """The same, as seen from around `outer`. `prefix`: of the message."""
-        joint = "." if self.place and not self.place.startswith("[") else ""
-        return Misread(self.code, prefix + self.message, f"{outer}{joint}{self.place}", self.problem)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.code, self.message, self.place, self.problem))
-
-
-def ascii_of(text: str) -> str:
-    """`text` with what is not ASCII escaped."""
-    return text.encode("ascii", "backslashreplace").decode()
 
 
 def status_of(error: InferError) -> int:
@@ -89,13 +56,6 @@ def invalid(message: str) -> InferError:
 def internal(message: str) -> InferError:
     """500: what Triton says of JSON that it cannot read."""
     return InferError(Code.INTERNAL, message)
-
-
-def prefixed(prefix: str, error: InferError, outer: str) -> InferError:
-    """`error`, and where in the request it is: in `outer`."""
-    if isinstance(error, Misread):
-        return error.inside(outer, prefix)
-    return InferError(error.code, prefix + error.message)
 
 
 def too_deep() -> InferError:

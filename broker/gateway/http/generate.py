@@ -6,22 +6,27 @@ Shapes follow from the model's metadata and the number of elements; keys that na
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, final
 
-from broker.gateway.http.codec import custom_parameter, forward_headers, is_finite
-from broker.gateway.http.errors import RAISE_LIMIT, Misread, body_of, internal, invalid, prefixed, status_of
+from broker.gateway.http.codec import custom_parameter, forward_headers, is_finite, read_option
+from broker.gateway.http.errors import RAISE_LIMIT, body_of, internal, invalid, status_of
 from broker.gateway.http.inference import forward_pattern, sampled
 from broker.gateway.http.json import MISSING, as_object, as_string, dumps, find, parse, repeated, unhurried
 from broker.gateway.http.message import EVENTS, Reply, Request
 from broker.gateway.http.tensors import read_flat, write_data
 from broker.gateway.kserve import Buffer, InferRequest, InferResponse, InputTensor, Responses, Service
 from broker.gateway.options import GatewayOptions
+from broker.gateway.placed import Placed, Within, refused
 from shm.datatypes import shape_text
 from shm.errors import Code, InferError, fresh, shortened
 from shm.message_values import ModelMetadata, TensorMetadata
 
 MAX_NAMED: Final = 8  # parameters that an error names
+_OF_INPUT: Final = re.compile(
+    r"inputs\[(\d+)\]\.?(\w.*)$"
+)  # a place in a request that is no document: which, what of it
 _NESTED: Final = "parameters"  # its members are taken as if they stood beside it
 NOT_ONE: Final = (
     "generate expects model to produce exactly 1 response, use generate stream for model that generates various "
@@ -130,13 +135,11 @@ def decode_generate(metadata: ModelMetadata, version: str, document: Any, limit:
         if _NESTED in inputs:
             raise invalid(f"Keyword '{_NESTED}' for nested schema also given as input tensor name")
         nested = as_object(value, f"Expected JSON object for keyword: '{_NESTED}': ")
-        try:
+        with Within(_NESTED, f"Converting keyword: '{_NESTED}': "):
             for inner, each in nested.items():
                 if inner in inputs and inner in members:
                     raise _already(inner)
                 _take(request, inputs, inner, each, limit)
-        except InferError as error:
-            raise prefixed(f"Converting keyword: '{_NESTED}': ", error, _NESTED) from None
     return request
 
 
@@ -145,15 +148,13 @@ def _take(request: InferRequest, inputs: Mapping[str, TensorMetadata], name: str
     tensor = inputs.get(name)
     if tensor is not None:
         used = sum(len(each.data or b"") for each in request.inputs)
-        try:
+        with Within(name):
             request.inputs.append(_read(tensor, value, used, limit))
-        except Misread as error:
-            raise error.inside(name) from None
-    elif name != "id":
+    elif name != "id" and not read_option(request, name, value):
         try:
             request.parameters[name] = custom_parameter(name, value)
-        except Misread as error:
-            raise Misread(error.code, error.message, error.place, f"{_no_input(inputs)}: {error.problem}") from None
+        except Placed as error:
+            raise Placed(error.code, error.message, error.place, f"{_no_input(inputs)}: {error.problem}") from None
 
 
 def encode_generate(response: InferResponse) -> bytes:
@@ -177,37 +178,42 @@ def _no_input(inputs: Mapping[str, TensorMetadata]) -> str:
 
 
 def explained(error: InferError, metadata: ModelMetadata, wanted: InferRequest) -> InferError:
-    """`error`, which the request met with. Where inputs are missing, with what may have been meant for them."""
-    given = {tensor.name for tensor in wanted.inputs}
+    """`error`, which the request met with, as its body has it: without `inputs`. Where some are missing, with what may
+    have been meant for them.
+    """
+    given = [tensor.name for tensor in wanted.inputs]
     missing = [tensor for tensor in metadata.inputs if not tensor.optional and tensor.name not in given]
-    if not missing or error.code != Code.INVALID_ARG.name:
-        return error
-    lacks = ", ".join(f"'{each.name}' ({each.datatype} {shape_text(each.shape)})" for each in missing)
-    others = ", ".join(f"'{shortened(name)}'" for name in list(wanted.parameters)[:MAX_NAMED])
-    verb = "is" if len(wanted.parameters) == 1 else "are"
-    came = f"; {others} {verb} no input of the model, but parameters of the request" if others else ""
-    return Misread(error.code, error.message, "", f"expected {lacks}, too, got {_listed(given)}{came}")
+    if error.code == Code.INVALID_ARG.name and missing:
+        lacks = ", ".join(f"'{each.name}' ({each.datatype} {shape_text(each.shape)})" for each in missing)
+        others = ", ".join(f"'{shortened(name)}'" for name in list(wanted.parameters)[:MAX_NAMED])
+        verb = "is" if len(wanted.parameters) == 1 else "are"
+        came = f"; {others} {verb} no input of the model, but parameters of the request" if others else ""
+        return Placed(error.code, error.message, "", f"expected {lacks}, too, got {_listed(given)}{came}")
+    if isinstance(error, Placed) and (found := _OF_INPUT.search(error.place)) is not None:
+        return Placed(error.code, error.message, given[int(found[1])], f"{found[2]}: {error.problem}")
+    return error
 
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"'{name}'" for name in names) or "no input"
 
 
-def _already(name: str) -> InferError:
-    return invalid(f"input '{name}' already exists in request")
+def _already(name: str) -> Placed:
+    return refused(f"input '{name}' already exists in request", name, "expected it once, got it twice")
 
 
 def _read(tensor: TensorMetadata, value: Any, used: int, limit: int) -> InputTensor:
-    values = value if type(value) is list else [value]
-    data = read_flat(values, tensor.name, tensor.datatype, limit)
+    data, count = read_flat(value, tensor.name, tensor.datatype, limit)
     if not data:
         return InputTensor(tensor.name, tensor.datatype, (), b"")
     if used + len(data) > limit:
-        raise invalid(
+        raise refused(
             f"request size of {used} bytes with input '{tensor.name}' of size {len(data)} bytes exceeds the maximum "
-            f"allowed input size of {limit}. {RAISE_LIMIT}"
+            f"allowed input size of {limit}. {RAISE_LIMIT}",
+            "",
+            f"expected at most {limit - used} bytes beside the other inputs, got {len(data)}",
         )
-    return InputTensor(tensor.name, tensor.datatype, shape_for(tensor, len(values)), data)
+    return InputTensor(tensor.name, tensor.datatype, shape_for(tensor, count), data)
 
 
 def shape_for(tensor: TensorMetadata, count: int) -> tuple[int, ...]:
@@ -222,8 +228,7 @@ def shape_for(tensor: TensorMetadata, count: int) -> tuple[int, ...]:
         if shape[index] == -1:
             shape[index], rest = rest, 1
     if remainder or rest != 1:
-        raise Misread(
-            Code.INVALID_ARG,
+        raise refused(
             f"The schema can not convert input '{tensor.name}' to tensor with proper shape",
             "",
             f"expected as many elements as fill the shape {shape_text(tensor.shape)}, got {count}",

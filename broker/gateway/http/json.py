@@ -1,6 +1,7 @@
 """JSON as Triton reads and writes it: strict types, NaN and Infinity, and rapidjson's texts for what is wrong.
 
-Everything an HTTP body says is read through these functions, so that each wrong type has one text. msgspec parses (four
+Everything an HTTP body says is read through these functions, so that each wrong type has one text. `place` is where a
+value is in the body; without it, the field that `prefix` quotes. msgspec parses (four
 times as fast as the standard library); what it refuses goes to the standard library once more, which takes NaN and
 Infinity, as Triton's clients send them, and says where an error is. Of duplicate keys the last one counts; `repeated`
 finds them.
@@ -12,15 +13,16 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, ParamSpec, TypeVar
 
 import msgspec
 import numpy as np
 
-from broker.gateway.http.errors import Misread, internal, invalid, too_deep
+from broker.gateway.http.errors import internal, invalid, too_deep
 from broker.gateway.kserve import Buffer
+from broker.gateway.placed import Placed
 from shm.errors import Code, InferError, shortened
 
 MISSING: Final = object()
@@ -48,6 +50,8 @@ T = TypeVar("T")
 _thread: Final = ThreadPoolExecutor(1, thread_name_prefix="json")  # one: JSON takes ten times its size while it is read
 _decode = msgspec.json.Decoder().decode
 _STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_NUMBER: Final = re.compile(rf"{_STRING.pattern}|(-?[0-9][0-9.eE+-]*)", re.DOTALL)  # or a string, without a group
+_TOO_BIG: Final = object()
 _SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")
 _TEXTS: Final = (
     ("Expecting property name", "Missing a name for object member."),
@@ -92,7 +96,7 @@ def parse(body: Buffer) -> Any:
     except json.JSONDecodeError as error:
         raise _syntax(_text_of(error), error.pos) from None
     except ValueError:  # digits without end
-        raise _syntax("Number too big to be stored in double.", 0) from None
+        raise _too_big(text) from None
 
 
 def repeated(body: Buffer, names: Iterable[str]) -> str | None:
@@ -138,53 +142,53 @@ def member(value: Any, name: str, prefix: str = "") -> Any:
     if found is MISSING:
         text = f"{prefix}attempt to access non-existing object member '{name}'"
         if type(value) is not dict:
-            raise Misread(Code.INTERNAL, text, "", f"expected an object, got {shown(value)}")
-        raise Misread(Code.INTERNAL, text, name, "it is missing")
+            raise Placed(Code.INTERNAL, text, "", f"expected an object, got {shown(value)}")
+        raise Placed(Code.INTERNAL, text, name, "it is missing")
     return found
 
 
-def as_string(value: Any, prefix: str = "") -> str:
+def as_string(value: Any, prefix: str = "", place: str | None = None) -> str:
     """Raises InferError for anything but a string."""
     if type(value) is not str:
-        raise not_a("string", prefix, value)
+        raise not_a("string", prefix, value, place)
     return value
 
 
-def as_bool(value: Any, prefix: str = "") -> bool:
+def as_bool(value: Any, prefix: str = "", place: str | None = None) -> bool:
     """True and false; raises InferError for anything else."""
     if type(value) is not bool:
-        raise not_a("boolean", prefix, value)
+        raise not_a("boolean", prefix, value, place)
     return value
 
 
-def as_uint(value: Any, prefix: str = "") -> int:
+def as_uint(value: Any, prefix: str = "", place: str | None = None) -> int:
     """An integer below 2**64, exactly; raises InferError for true, 1.0, "1" and -1."""
     if type(value) is not int or not 0 <= value <= UINT64_MAX:
-        raise not_a("unsigned-integer", prefix, value)
+        raise not_a("unsigned-integer", prefix, value, place)
     return value
 
 
-def as_array(value: Any, prefix: str = "") -> list[Any]:
+def as_array(value: Any, prefix: str = "", place: str | None = None) -> list[Any]:
     """Raises InferError for anything but an array."""
     if type(value) is not list:
-        raise not_a("array", prefix, value)
+        raise not_a("array", prefix, value, place)
     return value
 
 
-def as_object(value: Any, prefix: str = "") -> dict[str, Any]:
+def as_object(value: Any, prefix: str = "", place: str | None = None) -> dict[str, Any]:
     """Raises InferError for anything but an object."""
     if type(value) is not dict:
-        raise not_a("object", prefix, value)
+        raise not_a("object", prefix, value, place)
     return value
 
 
-def not_a(kind: str, prefix: str, value: Any, place: str | None = None) -> Misread:
-    """`value` is no `kind`, in Triton's words. `place`: where it is; else the field that `prefix` quotes."""
+def not_a(kind: str, prefix: str, value: Any, place: str | None = None) -> Placed:
+    """`value` is no `kind`, in Triton's words."""
     if place is None:
         quoted = _QUOTED.search(prefix)
         place = quoted[1] if quoted else ""
     text = f"{prefix}attempt to access JSON non-{kind} as {kind}"
-    return Misread(Code.INTERNAL, text, place, f"expected {_EXPECTED[kind]}, got {shown(value)}")
+    return Placed(Code.INTERNAL, text, place, f"expected {_EXPECTED[kind]}, got {shown(value)}")
 
 
 def shown(value: Any) -> str:
@@ -209,6 +213,43 @@ def _finite(digits: str) -> float:
     if math.isinf(value):
         raise ValueError(digits)
     return value
+
+
+def _too_big(text: str) -> Placed:
+    """`text` is JSON but for a number that no double holds: which one. Read once more, for the parser does not say."""
+
+    def number(digits: str) -> object:
+        value = float(digits)
+        return _TOO_BIG if math.isinf(value) else value
+
+    found = next((each for each in _NUMBER.finditer(text) if each[1] and number(each[1]) is _TOO_BIG), None)
+    at, digits = (0, "") if found is None else (found.start(), found[1])
+    document = json.loads(text, parse_float=number, parse_int=number)
+    problem = f"expected a number below 1.8e308, got {shortened(digits)}"
+    return Placed(
+        Code.INTERNAL, _syntax("Number too big to be stored in double.", at).message, _place_of(document), problem
+    )
+
+
+def _place_of(document: Any) -> str:
+    """Where _TOO_BIG is in a document; "" if it is nowhere: of two equal keys only the last one's value is kept."""
+    levels = [iter((("", document),))]
+    while levels:
+        for place, value in levels[-1]:
+            if value is _TOO_BIG:
+                return place.removeprefix(".")
+            if type(value) in (list, dict):
+                levels.append(_members(place, value))
+                break
+        else:
+            levels.pop()
+    return ""
+
+
+def _members(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if type(value) is list:
+        return ((f"{place}[{index}]", each) for index, each in enumerate(value))
+    return ((f"{place}.{shortened(name)}", each) for name, each in value.items())
 
 
 def _text_of(error: json.JSONDecodeError) -> str:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, final
 
-from broker.gateway.http.errors import DETAIL, REASONS, Misread, body_of, status_of
+from broker.gateway.http.errors import DETAIL, REASONS, body_of, status_of
 from broker.gateway.http.json import dumps, parse, unhurried
 from broker.gateway.kserve import Buffer, Caller, Trace
+from broker.gateway.placed import Placed
 from shm.errors import InferError
 
 JSON: Final = "application/json"
@@ -76,7 +77,7 @@ def json_reply(value: Any) -> Reply:
 def error_reply(error: InferError) -> Reply:
     """What `error` looks like in this protocol."""
     reply = text_reply(status_of(error), error.message)
-    if isinstance(error, Misread):
+    if isinstance(error, Placed):
         reply.headers = ((DETAIL, error.detail),)
     return reply
 

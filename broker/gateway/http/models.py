@@ -9,12 +9,13 @@ import base64
 import re
 from typing import Any, Final, final
 
-from broker.gateway.http.errors import internal, invalid, too_deep
-from broker.gateway.http.json import MISSING, as_bool, as_object, as_string, dumps, find
+from broker.gateway.http.errors import invalid, too_deep
+from broker.gateway.http.json import MISSING, as_bool, as_object, as_string, dumps, find, shown
 from broker.gateway.http.message import Reply, Request, json_reply
 from broker.gateway.kserve import Service
+from broker.gateway.placed import Placed, Within, refused
 from clientlib import details
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, shortened
 from shm.message_values import IndexEntry, TensorMetadata
 
 _NOT_BASE64: Final = re.compile(r"[^A-Za-z0-9+/]")
@@ -79,7 +80,7 @@ class Models:
         if ready is MISSING:
             ready = False
         elif type(ready) is not bool:
-            raise _ready_is_no_boolean()
+            raise _ready_is_no_boolean(ready)
         return Reply(parts=(dumps([_index_entry(entry) for entry in await self._service.index(ready)]),))
 
     async def load(self, request: Request, repository: str, model: str) -> Reply:
@@ -87,8 +88,9 @@ class Models:
         _check_repository(repository)
         document = as_object(await request.json()) if request.body else {}
         found = find(document, "parameters")
-        parameters = {} if found is MISSING else as_object(found)
-        texts = {name: _load_parameter(name, as_string(value)) for name, value in parameters.items()}
+        parameters = {} if found is MISSING else as_object(found, place="parameters")
+        with Within("parameters"):
+            texts = {name: _load_parameter(name, value) for name, value in parameters.items()}
         await self._service.load(model, texts)
         return Reply()
 
@@ -99,14 +101,20 @@ class Models:
         dependents = find(find(document, "parameters"), "unload_dependents")
         if dependents is MISSING:
             dependents = False
-        await self._service.unload(model, as_bool(dependents, "Unable to parse 'unload_dependents': "))
+        with Within("parameters"):
+            dependents = as_bool(dependents, "Unable to parse 'unload_dependents': ")
+        await self._service.unload(model, dependents)
         return Reply()
 
 
 def decode_base64(text: str, name: str) -> bytes:
     """What `text` says, skipping what is no base64, as Triton's reader does. Raises InferError for 2 GiB and more."""
     if len(text) > _INT_MAX:
-        raise invalid(f"'{name}' exceeds the maximum allowed data size limit INT_MAX")
+        raise refused(
+            f"'{name}' exceeds the maximum allowed data size limit INT_MAX",
+            shortened(name),
+            f"expected at most {_INT_MAX} characters, got {len(text)}",
+        )
     digits = _NOT_BASE64.sub("", text)
     if len(digits) % 4 == 1:
         digits = digits[:-1]
@@ -131,8 +139,10 @@ async def _parse_index(request: Request) -> Any:
         raise _ready_is_no_boolean() if error.message == too_deep().message else error from None
 
 
-def _ready_is_no_boolean() -> InferError:
-    return invalid("Invalid value for 'ready': expected a boolean")
+def _ready_is_no_boolean(value: object = MISSING) -> Placed:
+    """`value`: what came, where that is known."""
+    came = "arrays or objects in one another" if value is MISSING else shown(value)
+    return refused("Invalid value for 'ready': expected a boolean", "ready", f"expected true or false, got {came}")
 
 
 def _check_repository(name: str) -> None:
@@ -140,9 +150,12 @@ def _check_repository(name: str) -> None:
         raise InferError(Code.UNSUPPORTED, "'repository_name' specification is not supported")
 
 
-def _load_parameter(name: str, value: str) -> str | bytes:
+def _load_parameter(name: str, value: object) -> str | bytes:
+    place = shortened(name)
+    text = as_string(value, place=place)
     if name == "config":
-        return value
+        return text
     if name.startswith("file:"):
-        return decode_base64(value, name)
-    raise internal("unexpected error on creating Triton parameter")
+        return decode_base64(text, name)
+    problem = "expected 'config' or 'file:' with a path below the model's directory"
+    raise Placed(Code.INTERNAL, "unexpected error on creating Triton parameter", place, problem)

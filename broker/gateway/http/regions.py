@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Any, Final, final
 
 from broker.gateway.http.errors import SHM_DISABLED, invalid
-from broker.gateway.http.json import MISSING, as_string, as_uint, find, member
+from broker.gateway.http.json import MISSING, as_string, as_uint, find, member, shown
 from broker.gateway.http.message import Reply, Request, json_reply
 from broker.gateway.http.models import decode_base64
 from broker.gateway.kserve import Service
+from broker.gateway.placed import Within, refused
 from shm.errors import Code, InferError
 from shm.message_values import RegionRecord
 
@@ -40,10 +41,10 @@ class Regions:
         """POST /v2/systemsharedmemory/region/R/register."""
         self._check_register(name, "system")
         document = await request.json()
-        key = as_string(_field(document, "key"))
+        key = as_string(_field(document, "key"), place="key")
         offset = find(document, "offset")
-        offset = 0 if offset is MISSING else as_uint(offset)
-        byte_size = as_uint(_field(document, "byte_size"))
+        offset = 0 if offset is MISSING else as_uint(offset, place="offset")
+        byte_size = as_uint(_field(document, "byte_size"), place="byte_size")
         await self._service.register_system(request.caller, name, key, byte_size, offset)
         return Reply()
 
@@ -51,12 +52,15 @@ class Regions:
         """POST /v2/cudasharedmemory/region/R/register."""
         self._check_register(name, "cuda")
         document = await request.json()
-        text = as_string(member(_field(document, "raw_handle"), "b64"))
-        byte_size = as_uint(member(document, "byte_size"))
-        device = as_uint(member(document, "device_id"))
+        raw_handle = _field(document, "raw_handle")
+        with Within("raw_handle"):
+            text = as_string(member(raw_handle, "b64"), place="b64")
+        byte_size = as_uint(member(document, "byte_size"), place="byte_size")
+        device = as_uint(member(document, "device_id"), place="device_id")
         handle = decode_base64(text, "raw_handle")
         if len(handle) != HANDLE_SIZE:
-            raise invalid("'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t")
+            problem = f"expected {HANDLE_SIZE} bytes in base64, got {len(handle)}"
+            raise refused("'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t", "raw_handle.b64", problem)
         await self._service.register_cuda(request.caller, name, handle, device, byte_size)
         return Reply()
 
@@ -85,7 +89,10 @@ class Regions:
 def _field(document: Any, name: str) -> Any:
     value = find(document, name)
     if value is MISSING:
-        raise invalid(f"Shared memory register request has no '{name}' field")
+        text = f"Shared memory register request has no '{name}' field"
+        if type(document) is not dict:
+            raise refused(text, "", f"expected an object, got {shown(document)}")
+        raise refused(text, name, "it is missing")
     return value
 
 

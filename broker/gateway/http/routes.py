@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Final, NamedTuple, final
 from urllib.parse import unquote
 
+from broker.gateway.http.errors import NOT_FOUND
 from broker.gateway.http.generate import Generate
 from broker.gateway.http.inference import Inference
 from broker.gateway.http.message import Reply
@@ -21,6 +22,8 @@ from broker.gateway.http.regions import Regions
 from broker.gateway.http.settings import SettingsEndpoints
 from broker.gateway.kserve import Category, Service
 from broker.gateway.options import GatewayOptions
+from broker.gateway.placed import Placed
+from shm.errors import Code, InferError, shortened
 
 Handler = Callable[..., Awaitable[Reply]]  # of the request, then of what the path names
 
@@ -28,6 +31,7 @@ _MODEL: Final = re.compile(
     r"/v2/models/([^/]+)(?:/versions/([0-9]+))?"
     r"(?:/(infer|generate|generate_stream|ready|config|stats|trace/setting))?"
 )
+_VERSION: Final = re.compile(r"/v2/models/[^/]+/versions/([^/]*)(?:/.*)?")  # whatever it is called
 _REPOSITORY: Final = re.compile(r"/v2/repository(?:/([^/]+))?/(?:index|models/([^/]+)/(load|unload))")
 _REGION: Final = re.compile(r"/v2/(system|cuda)sharedmemory(?:/region/([^/]+))?/(status|register|unregister)")
 
@@ -108,6 +112,15 @@ class Routes:
             repository, model, action = found.groups()
             return self._repository[action], (repository or "", model) if action else (repository or "",)
         return None
+
+
+def unknown(path: str) -> InferError:
+    """The error for a path that no endpoint has."""
+    found = _VERSION.fullmatch(path)
+    if found is None or found[1].isdecimal():
+        return InferError(Code.NOT_FOUND, NOT_FOUND)
+    problem = f"expected the number of a version behind 'versions', got '{shortened(found[1])}'"
+    return Placed(Code.NOT_FOUND, NOT_FOUND, "the path", problem)
 
 
 def _decoded(name: str) -> str:

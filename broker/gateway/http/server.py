@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from broker.gateway.http.connection import Connection
-from broker.gateway.http.errors import EXITING, METHOD_NOT_ALLOWED, NOT_FOUND
+from broker.gateway.http.errors import EXITING, METHOD_NOT_ALLOWED
 from broker.gateway.http.incoming import Incoming
 from broker.gateway.http.limits import BODIES, Patience, connections_allowed
-from broker.gateway.http.message import Reply, Request, text_reply
-from broker.gateway.http.routes import Routes
+from broker.gateway.http.message import Reply, Request, error_reply, text_reply
+from broker.gateway.http.routes import Routes, unknown
 from broker.gateway.kserve import Caller, Service
 from broker.gateway.options import GatewayOptions
 from shm.errors import Code, InferError
@@ -133,7 +133,7 @@ class HttpServer:
         _log.debug("HTTP request: %s %s", incoming.message.method, incoming.path)
         found = self._routes.find(incoming.path)
         if found is None:
-            return text_reply(404, NOT_FOUND)
+            return error_reply(unknown(incoming.path))
         if self._service.exiting:
             raise InferError(Code.UNAVAILABLE, EXITING)
         endpoint, names = found
@@ -142,7 +142,9 @@ class HttpServer:
         self._service.check(endpoint.category, caller)
         handler = endpoint.methods.get(message.method)
         if handler is None:
-            return text_reply(405, METHOD_NOT_ALLOWED)
+            reply = text_reply(405, METHOD_NOT_ALLOWED)
+            reply.headers = (("Allow", ", ".join(endpoint.methods)),)
+            return reply
         began = time.monotonic_ns() if self._service.traces.on else 0
         body = await incoming.body(self.limit)
         request = Request(message.headers, message.raw_headers, body, caller, incoming.connection.reserve)

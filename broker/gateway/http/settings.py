@@ -14,7 +14,7 @@ from broker.gateway.http.message import Reply, Request, json_reply
 from broker.gateway.kserve import Service
 from shm.errors import Code, InferError
 
-_CHECKS: Final[Mapping[type, Callable[[Any], bool | int | str]]] = {bool: as_bool, int: as_uint, str: as_string}
+_CHECKS: Final[Mapping[type, Callable[..., bool | int | str]]] = {bool: as_bool, int: as_uint, str: as_string}
 
 
 @final
@@ -53,7 +53,7 @@ def log_update(document: Any) -> dict[str, bool | int | str]:
     for name, kind in rules.LOG_TYPES.items():
         value = find(document, name)
         if value not in (MISSING, None):
-            update[name] = _CHECKS[kind](value)
+            update[name] = _CHECKS[kind](value, place=name)
     if (style := update.get("log_format", rules.LOG_FORMATS[0])) not in rules.LOG_FORMATS:
         raise InferError(Code.UNAVAILABLE, f"invalid argument for --log_format, got: {style}")
     return update
@@ -68,7 +68,8 @@ def trace_update(document: Any) -> dict[str, str | list[str] | None]:
     if (levels := find(document, "trace_level")) is None:
         update["trace_level"] = None
     elif levels is not MISSING:
-        named = [as_string(level) for level in as_array(levels)]
+        listed = as_array(levels, place="trace_level")
+        named = [as_string(level, place=f"trace_level[{index}]") for index, level in enumerate(listed)]
         if known := rules.levels(named):
             update["trace_level"] = known
     rules.report_ignored(document if isinstance(document, dict) else (), named)
@@ -76,5 +77,5 @@ def trace_update(document: Any) -> dict[str, str | list[str] | None]:
         if (value := find(document, name)) is None:
             update[name] = None
         elif value is not MISSING:
-            update[name] = rules.number(name, as_string(value), got=", got:")
+            update[name] = rules.number(name, as_string(value, place=name), got=", got:")
     return update

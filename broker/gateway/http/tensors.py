@@ -7,19 +7,22 @@ form in this protocol.
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from functools import partial
 from itertools import accumulate, chain, islice
 from typing import Any, Final, final
 
 import numpy as np
 
-from broker.gateway.http.errors import RAISE_LIMIT, Misread, internal, invalid, too_deep
-from broker.gateway.http.json import INT64_MAX, as_array, not_a
+from broker.gateway.http.errors import RAISE_LIMIT, internal, invalid, too_deep
+from broker.gateway.http.json import INT64_MAX, as_array, not_a, shown
 from broker.gateway.http.limits import MAX_DEPTH
 from broker.gateway.kserve import Buffer
+from broker.gateway.placed import Placed, one_of, refused
 from shm.datatypes import BYTES, DATATYPES, decode_bytes, element_size, encode_bytes, numpy_dtype, shape_text
-from shm.errors import Code, InferError
+from shm.errors import Code
 
 _NUMBERS: Final = {
     "f": ("double", frozenset((int, float))),
@@ -35,21 +38,27 @@ _NEGATIVE: Final = (0).__gt__  # both are mapped over many integers, where a fun
 
 @final
 class _WrongElement(Exception):
-    """An element of a tensor is of another kind than its datatype has. Told by whoever knows where it is."""
+    """An element of a tensor is none of its datatype. `error` makes the answer, for whoever knows where it is."""
 
-    def __init__(self, kind: str, index: int, prefix: str = "Unable to parse 'data': ") -> None:
-        super().__init__(kind)
-        self.kind, self.index, self.prefix = kind, index, prefix
+    def __init__(self, index: int, error: Callable[[str], Placed]) -> None:
+        super().__init__(index)
+        self.index, self.error = index, error
+
+
+def _not_a(kind: str, elements: list[Any], index: int, prefix: str = "Unable to parse 'data': ") -> _WrongElement:
+    return _WrongElement(index, partial(not_a, kind, prefix, elements[index]))
 
 
 def count_elements(name: str, shape: Sequence[int]) -> int:
     """Elements of a tensor as a request gives its shape (each dimension 0 or more). Raises InferError."""
     what = f"invalid shape for input '{name}': shape {shape_text(shape)}"
     if any(dim > INT64_MAX for dim in shape):
-        raise invalid(f"{what} contains one or more invalid dimensions")
+        raise refused(f"{what} contains one or more invalid dimensions", "shape", _too_many(max(shape)))
     count = math.prod(shape)
     if count > INT64_MAX:
-        raise invalid(f"{what} causes total element count to exceed maximum size of {INT64_MAX}")
+        raise refused(
+            f"{what} causes total element count to exceed maximum size of {INT64_MAX}", "shape", _too_many(count)
+        )
     return count
 
 
@@ -67,55 +76,83 @@ def read_data(data: Any, name: str, datatype: str, count: int, limit: int) -> by
     try:
         if datatype == BYTES:
             return _read_strings(elements, kinds, name, limit)
+        check_datatype(name, datatype, "datatype")
         encoded = read_numbers(elements, kinds, name, datatype)
     except _WrongElement as wrong:
         at = [wrong.index] if elements is values else _path(values, wrong.index)
-        place = "data" + "".join(f"[{each}]" for each in at)
-        raise not_a(wrong.kind, wrong.prefix, elements[wrong.index], place) from None
+        raise wrong.error("data" + "".join(f"[{each}]" for each in at)) from None
     if len(elements) != count:
         text = "Failed to parse 'data' field: shape does not match true shape"
         if len(elements) > count:
             text = "Unable to parse 'data': Shape does not match true shape of 'data' field"
-        raise Misread(Code.INTERNAL, text, "data", f"expected {count} elements, as the shape says, got {len(elements)}")
+        raise Placed(Code.INTERNAL, text, "data", f"expected {count} elements, as the shape says, got {len(elements)}")
     return encoded
 
 
-def read_flat(values: list[Any], name: str, datatype: str, limit: int) -> bytes:
-    """The same for a plain list, whose length says how many elements there are."""
+def read_flat(value: Any, name: str, datatype: str, limit: int) -> tuple[bytes, int]:
+    """The same for a plain list, whose length says how many elements there are, or one element. Returns that, too."""
+    values = value if type(value) is list else [value]
     kinds = set(map(type, values))
     try:
         if datatype == BYTES:
-            return _read_strings(values, kinds, name, limit)
-        return read_numbers(values, kinds, name, datatype)
+            return _read_strings(values, kinds, name, limit, place=""), len(values)
+        check_datatype(name, datatype, "")
+        return read_numbers(values, kinds, name, datatype), len(values)
     except _WrongElement as wrong:
-        raise not_a(wrong.kind, wrong.prefix, values[wrong.index], f"[{wrong.index}]") from None
+        raise wrong.error(f"[{wrong.index}]" if values is value else "") from None
+
+
+def check_datatype(name: str, datatype: str, place: str) -> None:
+    """Raises InferError for one that JSON has no form for, or that there is not. `place`: what says it."""
+    if datatype in _NOT_IN_JSON:
+        raise refused(
+            f"receiving {datatype} data via JSON is not supported. Please use the binary data format for input {name}",
+            place,
+            f"expected another datatype, or binary data ('binary_data_size'), got {datatype}",
+        )
+    if datatype not in DATATYPES:
+        known = one_of(sorted(DATATYPES))
+        raise refused(f"invalid datatype for input {name}", place, f"expected {known}, got {shown(datatype)}")
 
 
 def read_numbers(elements: list[Any], kinds: set[type], name: str, datatype: str) -> bytes:
     """`elements` in memory's order. Raises InferError for the wrong kind and for what does not fit."""
-    if datatype in _NOT_IN_JSON:
-        raise invalid(
-            f"receiving {datatype} data via JSON is not supported. Please use the binary data format for input {name}"
-        )
-    if datatype not in DATATYPES:
-        raise invalid(f"invalid datatype for input {name}")
     dtype = numpy_dtype(datatype)
     if dtype.kind == "b":
         if kinds <= {bool} or (kinds <= {bool, int} and all(map(_ZERO_OR_ONE, elements))):
             return np.array(elements, dtype).tobytes()
         head = elements[: _first_of_others(elements, kinds, {bool, int})]
         fit = list(map(_ZERO_OR_ONE, head))
-        raise _WrongElement("boolean", fit.index(False) if False in fit else len(head))
+        raise _not_a("boolean", elements, fit.index(False) if False in fit else len(head))
     kind, allowed = _NUMBERS[dtype.kind]
     if not kinds <= allowed or (dtype.kind == "u" and min(elements, default=0) < 0):
         index = _first_of_others(elements, kinds, allowed)
         negative = list(map(_NEGATIVE, elements[:index])) if dtype.kind == "u" else []
-        raise _WrongElement(kind, negative.index(True) if True in negative else index)
+        raise _not_a(kind, elements, negative.index(True) if True in negative else index)
     try:
         with np.errstate(over="ignore"):  # 1e300 as FP32 is Infinity
             return np.array(elements, dtype).tobytes()
     except OverflowError:
-        raise invalid(f"Unable to parse 'data': a value of input '{name}' does not fit in {datatype}") from None
+        low, high = _range_of(dtype)
+        index = next((at for at, each in enumerate(elements) if type(each) is int and not low <= each <= high), 0)
+        raise _WrongElement(index, partial(_does_not_fit, name, datatype, elements[index])) from None
+
+
+def _range_of(dtype: np.dtype[Any]) -> tuple[float, float]:
+    """The numbers that numpy takes for `dtype`: of a float, what becomes Infinity is among them."""
+    if dtype.kind == "f":
+        return -sys.float_info.max, sys.float_info.max
+    return int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+
+
+def _does_not_fit(name: str, datatype: str, value: Any, place: str) -> Placed:
+    low, high = _range_of(numpy_dtype(datatype))
+    expected = f"from {low} to {high}" if type(low) is int else "below 1.8e308"
+    return refused(
+        f"Unable to parse 'data': a value of input '{name}' does not fit in {datatype}",
+        place,
+        f"expected a number {expected} ({datatype}), got {shown(value)}",
+    )
 
 
 def write_data(data: Buffer, name: str, datatype: str, shape: Sequence[int]) -> tuple[list[Any], bool]:
@@ -137,18 +174,26 @@ def write_data(data: Buffer, name: str, datatype: str, shape: Sequence[int]) -> 
 def _check_size(name: str, datatype: str, count: int, limit: int) -> None:
     size = element_size(datatype) if datatype in DATATYPES else 1
     if size > 1 and count > INT64_MAX // size:
-        raise invalid(
+        raise refused(
             f"byte size overflow for input '{name}': element count ({count}) * data type size ({size}) exceeds maximum "
-            f"allowed size ({INT64_MAX})"
+            f"allowed size ({INT64_MAX})",
+            "shape",
+            f"expected at most {INT64_MAX} bytes in all, got {count * size}",
         )
     if count * size > limit:
-        raise _exceeds(name, count * size, limit)
+        raise _exceeds(name, count * size, limit, "shape")
 
 
-def _exceeds(name: str, size: int, limit: int) -> InferError:
-    return invalid(
+def _too_many(count: int) -> str:
+    return f"expected at most {INT64_MAX} elements in all, got {count}"
+
+
+def _exceeds(name: str, size: int, limit: int, place: str) -> Placed:
+    return refused(
         f"JSON input '{name}' has a byte_size ({size} bytes) that exceeds the maximum allowed value of {limit} bytes. "
-        f"{RAISE_LIMIT}"
+        f"{RAISE_LIMIT}",
+        place,
+        f"expected at most {limit} bytes, got {size}",
     )
 
 
@@ -210,12 +255,13 @@ def _path(values: list[Any], index: int) -> list[int]:
     return at
 
 
-def _read_strings(elements: list[Any], kinds: set[type], name: str, limit: int) -> bytes:
+def _read_strings(elements: list[Any], kinds: set[type], name: str, limit: int, place: str = "data") -> bytes:
     if not kinds <= {str}:
-        raise _WrongElement("string", _first_of_others(elements, kinds, {str}), "Unable to parse JSON bytes array: ")
+        index = _first_of_others(elements, kinds, {str})
+        raise _not_a("string", elements, index, "Unable to parse JSON bytes array: ")
     size = sum(map(len, elements)) + 4 * len(elements)
     if size > limit:
-        raise _exceeds(name, size, limit)
+        raise _exceeds(name, size, limit, place)
     array = np.empty(len(elements), object)
     array[:] = elements
     return encode_bytes(array)
