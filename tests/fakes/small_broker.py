@@ -234,7 +234,8 @@ class SmallBroker:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(channel.bell)
         out: list[Request] = []
-        notable = channel.take(64, time.monotonic_ns(), out)
+        # What is held back was taken in time, however late this thread is.
+        notable = channel.take(64, 1 if self.hold else time.monotonic_ns(), out)
         self.deadlines += [request.deadline for request in out]
         for request, was_admitted in notable:
             if was_admitted:
@@ -277,7 +278,8 @@ class SmallBroker:
         except InferError as error:
             reply = messages.Failure(code=error.code, message=error.message)
         if reply is not None:
-            sockets.send(session.sock, messages.encode(_with_id(reply, asked.id)), out)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # whoever asked may be gone
+                sockets.send(session.sock, messages.encode(_with_id(reply, asked.id)), out)
         sockets.close_all([*fds, *out])
 
     def _answer(self, session: _Session, asked: Any, fds: list[int], out: list[int]) -> Any:
