@@ -96,8 +96,8 @@ def bury(
     """The coroner's part: end what was running and must not run again; the rest waits for the replacement.
 
     `reason`: why the worker was ended, as its clients are to be told; "": nobody ended it, or it is not for them.
-    `cause`: what it ran for a plan, and how it died; "": that is not known, or `reason` says it. `alone`: did the worker
-    run nothing but a request of this plan, and is that to be held against one that is not run again?
+    `cause`: what it ran for a plan, and how it died; "": that is not known, or `reason` says it.
+    `alone`: did the worker run nothing but a request of this plan, and is that held against one that runs no more?
     """
     endings: list[Ending] = []
     with contextlib.closing(WorkerChannel(memory_fd, ledger_fd, -1, pipe_fd, slots, {})) as channel:
