@@ -3,20 +3,24 @@
 Held by plans of both kinds of client, one `Spread` per thread or loop, and only where there is a choice: everybody else
 has one `Bound`. A worker's load is what it says itself (`ClientChannel.ahead`, at most 10 ms old) and what this process
 sees of it: how many requests it has there, how long the last one ran, and for how long none has ended.
+Of which nothing is known, or nothing good, that is not taken for a quick one (`shm.costs`).
 """
 
 from __future__ import annotations
 
 import time
+from operator import itemgetter
 from typing import Generic, final
 
 from clientlib.link import Bound, L, Link, Prepared
 from clientlib.load import AtWorker
 from clientlib.submission import Route
-from shm.costs import cost_ns
+from shm.client_channel import ClientChannel
+from shm.costs import Seen, costs_ns
 
 AGAIN_NS = 1_000_000_000  # between two tries to reach a worker that was not up
 
+_COST = itemgetter(0)
 _now_ns = time.monotonic_ns
 
 
@@ -30,7 +34,7 @@ class Spread(Generic[L]):
         self._model = model
         self._homes = link.homes
         self._load = link.load
-        self._used: dict[str, int] = {}  # when a request was last sent there
+        self._used: dict[str, int] = {}  # when a request was last sent there, or first might have been
         self._turn = 0
         self._tried_ns = _now_ns()
         self.link = link
@@ -67,16 +71,7 @@ class Spread(Generic[L]):
         """The worker with the least to do, of those that are up; where none is, of all: any is waited for."""
         now = _now_ns()
         load = self._load.look(now)
-        bounds = list(self.bounds.items())
-        self._turn += 1  # of workers that are equal now this one, now that
-        at = self._turn % len(bounds)
-        least, home = -1, ""
-        for worker, bound in bounds[at:] + bounds[:at]:
-            if not bound.channel.away:
-                cost = self._cost(worker, bound, load, now)
-                if not home or cost < least:
-                    least, home = cost, worker
-        home = home or self._by_cost()[0]
+        _, home = min(self._costs(load, now), key=_COST)
         self._used[home] = now
         if home in load:
             load[home].outstanding += 1  # this one, for whoever is next to look at the same count
@@ -84,17 +79,25 @@ class Spread(Generic[L]):
 
     def _by_cost(self) -> list[str]:
         """The workers that are up, the one with the least to do first; where none is, all."""
-        up = [worker for worker, bound in self.bounds.items() if not bound.channel.away] or list(self.bounds)
-        self._turn += 1
-        at, now = self._turn % len(up), _now_ns()
-        load = self._load.look(now)
-        return sorted((*up[at:], *up[:at]), key=lambda worker: self._cost(worker, self.bounds[worker], load, now))
+        now = _now_ns()
+        return [worker for _, worker in sorted(self._costs(self._load.look(now), now), key=_COST)]
 
-    def _cost(self, worker: str, bound: Bound[L], load: dict[str, AtWorker], now: int) -> int:
-        """How long (ns) a request would be there, roughly."""
-        idle_ns = now - self._used.get(worker, now)
-        there, channel = load.get(worker), bound.channel
-        if there is None:
-            return cost_ns(0, channel.ran, idle_ns, 0, channel.ahead())
-        stuck_ns = now - there.since if there.outstanding else 0
-        return cost_ns(there.outstanding, channel.ran, idle_ns, stuck_ns, channel.ahead())
+    def _costs(self, load: dict[str, AtWorker], now: int) -> list[tuple[int, str]]:
+        """How long (ns) a request would be, roughly, at each worker that is up; where none is, at each. Of equal ones
+        now this, now that comes first.
+        """
+        bounds = list(self.bounds.items())
+        up = [(worker, bound.channel) for worker, bound in bounds if not bound.channel.away]
+        up = up or [(worker, bound.channel) for worker, bound in bounds]
+        self._turn += 1
+        at = self._turn % len(up)
+        up = up[at:] + up[:at]
+        costs = costs_ns([self._seen(worker, channel, load.get(worker), now) for worker, channel in up])
+        return [(cost, worker) for cost, (worker, _) in zip(costs, up, strict=True)]
+
+    def _seen(self, worker: str, channel: ClientChannel, there: AtWorker | None, now: int) -> Seen:
+        idle_ns, ran_ns = now - self._used.setdefault(worker, now), channel.ran
+        failed, ahead_ns = not ran_ns and channel.failed, channel.ahead()
+        if there is None or not there.outstanding:
+            return Seen(0, ran_ns, failed, idle_ns, 0, ahead_ns)
+        return Seen(there.outstanding, ran_ns, failed, idle_ns, now - there.since, ahead_ns)

@@ -14,6 +14,7 @@ import threading
 import time
 from typing import Protocol, final
 
+from shm.errors import Code
 from shm.fence import FENCE_IS_FULL
 from shm.layout import (
     AHEAD,
@@ -45,6 +46,7 @@ LATE_MS = 300  # what was completed is not rung for yet: the worker may have die
 SLOW_NS = 200_000  # what takes longer is slept for
 LONGER = 3  # times the spin, beyond it, while requests take that long: being woken costs as much as they do
 BESIDE_THREADS = 5  # times the spin: losing the GIL to another thread costs 100 times what waking a worker costs
+OWN_FAULT = (Code.INVALID_ARG, Code.CANCELLED)  # these say nothing of the worker that a request went to
 _perf = time.perf_counter
 
 # os.sched_yield and os.eventfd_write release the GIL, and a busy thread of this process then keeps it for its whole
@@ -71,6 +73,7 @@ class ClientChannel:
     __slots__ = (
         "_bell",
         "_consumed",
+        "_failed",
         "_free",
         "_geometry",
         "_lock",
@@ -102,6 +105,7 @@ class ClientChannel:
         self._spin = spin_s if FENCE_IS_FULL else 0.0
         self._took = 0  # ns, of the last completion
         self._ran = self._ran_at = 0  # see `ran`, and how many completions it has seen
+        self._failed = False  # see `failed`
         self._free = list(range(slots - 1, -1, -1))
         self._pending: list[Settles | None] = [None] * slots
         self._positions = [0] * slots
@@ -138,11 +142,19 @@ class ClientChannel:
         words, geometry, upto = self._words, self._geometry, self._consumed
         for number in range(upto, max(self._ran_at, upto - geometry.completion_mask - 1), -1):
             at = geometry.completions + 8 * (number - 1 & geometry.completion_mask)
-            if words[at] == number and words[at + 2] & (FINAL | CODE_MASK) == FINAL:
-                self._ran = sum(words[at + 4 : at + 7])
-                break
+            if words[at] == number and words[at + 2] & FINAL:
+                code = words[at + 2] & CODE_MASK
+                if not code:
+                    self._ran = max(1, sum(words[at + 4 : at + 7]))
+                    break
+                self._failed = self._failed or code not in OWN_FAULT
         self._ran_at = upto
         return self._ran
+
+    @property
+    def failed(self) -> bool:
+        """Have requests failed here, and none ended well, when `ran` was last asked for?"""
+        return self._failed and not self._ran
 
     def ahead(self) -> int:
         """How long (ns, coarse) the worker will be at what it has, of all clients, as it said last; asks it to say so.

@@ -86,11 +86,13 @@ def ahead_ns(models: Iterable[LoadedModel], now: int) -> int:
         instances = model.instances
         if not instances:
             continue
-        work = sum(_runs(instance, now) for instance in instances)
+        runs = [_runs(instance, now) for instance in instances]
+        work = sum(runs)
         if model.streams is not None:
             work = max(work, len(model.streams) * _mean(instances[0]))
         if waiting := model.pending():
-            work += waiting * _each(instances[0])
+            # Where none has ended well yet, each takes as long as those have taken that run.
+            work += waiting * (next(filter(None, map(_each, instances)), 0) or max(runs))
         total += work // len(instances)
     return total
 

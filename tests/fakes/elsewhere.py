@@ -21,6 +21,7 @@ from broker.worker.model import LoadedModel
 from broker.worker.plans import Plan, adopt
 from shm import messages
 from shm.admission import Request
+from shm.costs import Seen
 from shm.errors import Code, InferError
 from shm.layout import FINAL, NOTE_BYTES
 from shm.sockets import close_all
@@ -54,8 +55,8 @@ class Session:
 
     worker = "cpu/other"
 
-    def cost_ns(self, now: int) -> int:
-        return 0
+    def seen(self, now: int) -> Seen:
+        return Seen(0, 0, False, 0, 0, 0)
 
     def call(self, message: messages.Message, then: Any = lambda reply, fds: None, fds: Any = ()) -> None:
         close_all(fds)

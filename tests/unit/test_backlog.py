@@ -69,6 +69,33 @@ def test_a_run_of_which_nothing_is_known_counts_for_as_long_as_it_has_taken(mode
     assert ahead_ns([model], 5000 + 8 * MS) == 0
 
 
+def test_what_waits_behind_a_run_of_which_nothing_is_known_takes_as_long_each(scheduler, models):
+    model = models(count=1, batch=1)
+    add(scheduler, *(request(model) for _ in range(4)))
+    batch = scheduler.due(2)
+    batch.instance.begin(1, 5000)
+    assert model.pending() == 3
+    assert ahead_ns([model], 5000) == 0
+    assert ahead_ns([model], 5000 + 7 * MS) == (1 + 3) * 7 * MS
+    batch.instance.end(1, 7 * MS)
+    scheduler.done(batch)
+
+
+def test_where_one_instance_hangs_from_its_first_run_the_other_tells_how_long_requests_take(scheduler, models):
+    model = models(count=2, batch=1)
+    hung, other = model.instances
+    for _ in range(20):
+        other.count_batch(1, 1, 0, 0, 2 * MS, 0)
+    add(scheduler, *(request(model) for _ in range(6)))
+    batches = [scheduler.due(2) for _ in range(2)]
+    hung.begin(1, 5000)
+    assert model.pending() == 4
+    assert ahead_ns([model], 5000 + 50 * MS) == (50 * MS + 4 * 2 * MS) // 2
+    hung.end(1, 50 * MS)
+    for batch in batches:
+        scheduler.done(batch)
+
+
 def test_a_run_that_takes_longer_than_usual_counts_for_as_long_as_it_has_taken(models):
     model = models(count=1, batch=8)
     ran(model, 4, 8 * MS)
@@ -272,3 +299,23 @@ def test_what_has_not_run_says_nothing_of_how_long_requests_run(twin):
     end(Code.OK, 2000)
     end(Code.INTERNAL, 0)
     assert client.ran == 2000
+
+
+def test_who_has_failed_and_never_ended_well_is_known(twin):
+    client, worker = twin.client(), twin.worker({PLAN: Plan(output_positions=8)})
+
+    def end(code):
+        submit(client)
+        (taken,) = take(worker)
+        if code:
+            taken.fail(code, "no")
+        worker.complete([taken])
+        client.reap()
+        return client.ran, client.failed
+
+    assert end(Code.INVALID_ARG) == (0, False), "the request's own fault"
+    assert end(Code.CANCELLED) == (0, False)
+    assert end(Code.UNAVAILABLE) == (0, True), "also where it was waited for in vain"
+    assert end(Code.CANCELLED) == (0, True)
+    assert end(Code.OK) == (1, False), "what took no time has ended well, too"
+    assert end(Code.INTERNAL) == (1, False)

@@ -9,6 +9,7 @@ import pytest
 
 from broker.worker.ensembles.remote.channel import Lane
 from shm.admission import EXPIRED, Request, Verdict
+from shm.costs import costs_ns
 from shm.errors import Code, InferError
 from shm.layout import AHEAD, AWAY, CODE_MASK
 from tests.fakes.channel import PLAN, Plan, Twin, take
@@ -201,18 +202,21 @@ def test_where_steps_keep_their_slots_for_long_one_too_many_is_refused_and_not_q
 
 
 def test_what_a_step_costs_follows_from_what_is_there_and_for_how_long(bench):
-    assert bench.lane.cost_ns(1) == 1000, "nothing is known"
+    def cost(now):
+        return costs_ns([bench.lane.seen(now)])[0]
+
+    assert cost(1) == 1000, "nothing is known"
     bench.open()
     for _ in range(3):
         bench.submit()
-    assert bench.lane.cost_ns(1000) == 4 * 1000
-    assert bench.lane.cost_ns(6000) == 4 * 5000, "none has ended for long"
+    assert cost(1000) == 4 * 1000
+    assert cost(6000) == 4 * 5000, "none has ended for long"
     bench.serve()
-    assert bench.lane.cost_ns(7000) == 1000
+    assert cost(7000) == 1000
     bench.worker.words[AHEAD] = 1 << 20
-    assert bench.lane.cost_ns(7000) == (1 << 20) + 1000, "others' requests, as it says"
+    assert cost(7000) == (1 << 20) + 1000, "others' requests, as it says"
     bench.worker.words[AWAY] = 1
-    assert bench.lane.cost_ns(7000) is None
+    assert bench.lane.seen(7000) is None
 
 
 def test_who_watches_is_not_rung_and_has_it_ring_afterwards(bench):

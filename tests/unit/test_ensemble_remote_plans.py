@@ -14,6 +14,7 @@ from broker.worker.ensembles.remote import homes, pool
 from broker.worker.ensembles.remote.homes import StepHomes
 from broker.worker.ensembles.remote.plans import AGAIN_NS, Bound, least_of
 from shm import messages
+from shm.costs import Seen
 from shm.errors import Code, InferError
 from tests.fakes.elsewhere import SpreadBench
 from tests.fakes.ensembles import WIDTH, ensemble_config, model_config
@@ -29,8 +30,8 @@ class Lane:
         self.worker = worker
         self.cost: int | None = 1000
 
-    def cost_ns(self, now: int) -> int | None:
-        return self.cost
+    def seen(self, now: int) -> Seen | None:
+        return None if self.cost is None else Seen(0, self.cost, False, 0, 0, 0)
 
 
 class Session:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ class Channel:
 
     def __init__(self) -> None:
         self.outstanding = self.ran = self.completed = self.told = 0
+        self.failed = False
         self.away = False
 
     def ahead(self) -> int:
@@ -34,6 +36,7 @@ class Bench:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *bound: str, shared: bool = False) -> None:
         self.now = 10**12
+        self.waits: dict[int, tuple[str, int]] = {}  # of senders: at which worker, and until when
         monkeypatch.setattr(spread, "_now_ns", lambda: self.now)
         self.channels = {worker: Channel() for worker in (A, B, C)}
         lanes = [SimpleNamespace(worker=worker, channel=channel) for worker, channel in self.channels.items()]
@@ -133,6 +136,105 @@ def test_a_worker_that_answers_nothing_is_left_alone(bench: Bench) -> None:
     assert bench.picks() <= {B, C}, "but none has ended for long"
     bench.channels[A].completed += 1
     assert bench.picks() == {A}
+
+
+def test_of_which_nothing_is_known_is_taken_for_one_like_the_others(bench: Bench) -> None:
+    bench.ran(a=5000, b=9000)
+    assert bench.picks() == {A}, "7000 is more"
+    bench.channels[A].outstanding = 1
+    assert bench.picks() == {C}
+    bench.channels[A].outstanding = bench.channels[C].outstanding = 1
+    assert bench.picks() == {B}
+    bench.channels[A].outstanding = bench.channels[C].outstanding = 0
+    assert bench.picks() == {A}
+    tried = []
+    for _ in range(10):
+        bench.now += HALF_NS // 10
+        tried.append(bench.spread.pick(NO_ROUTE))
+    assert tried == [A] * 9 + [C], "it was not tried for a second"
+
+
+@dataclass
+class Simulated:
+    """A worker with one instance. `fails`: at once, all of them. Hangs where `run_ns` is 0."""
+
+    run_ns: int
+    fails: bool = False
+    line: list[int] = field(default_factory=list)  # which of the senders wait
+    began: int = 0
+    sent: int = 0
+
+
+def simulate(
+    bench: Bench, workers: dict[str, Simulated], senders: int, seconds: float, patience_ns: int = 1 << 62
+) -> dict[str, int]:
+    """How many requests each got of `senders`, each of which sends its next request when its last has ended, at the
+    latest after `patience_ns`. No worker tells what it has ahead.
+    """
+    step, until = 250_000, bench.now + int(seconds * 1e9)
+    waits = bench.waits
+    while bench.now < until:
+        for sender in range(senders):
+            if sender not in waits:
+                worker = bench.spread.pick(NO_ROUTE)
+                at, channel = workers[worker], bench.channels[worker]
+                at.sent += 1
+                if at.fails:
+                    channel.failed, channel.completed = not channel.ran, channel.completed + 1
+                    continue
+                if not at.line:
+                    at.began = bench.now
+                at.line.append(sender)
+                channel.outstanding += 1
+                waits[sender] = worker, bench.now + patience_ns
+        bench.now += step
+        for worker, at in workers.items():
+            channel = bench.channels[worker]
+            if at.line and at.run_ns and bench.now - at.began >= at.run_ns:
+                end(bench, worker, at.line.pop(0))
+                channel.ran, channel.failed, at.began = at.run_ns, False, bench.now
+            for sender in [each for each in at.line if waits[each][1] <= bench.now]:
+                at.line.remove(sender)  # its deadline: nobody counts it, though the run goes on
+                end(bench, worker, sender)
+                channel.failed = not channel.ran
+    return {worker: at.sent for worker, at in workers.items()}
+
+
+def end(bench: Bench, worker: str, sender: int) -> None:
+    del bench.waits[sender]
+    bench.channels[worker].outstanding -= 1
+    bench.channels[worker].completed += 1
+
+
+@pytest.mark.parametrize("senders", [1, 4, 16])
+def test_a_worker_that_fails_everything_at_once_gets_little(bench: Bench, senders: int) -> None:
+    good, bad = 5_000_000, Simulated(5_000_000, fails=True)
+    sent = simulate(bench, {A: Simulated(good), B: Simulated(good), C: bad}, senders, 30)
+    assert sent[A] + sent[B] > 30 * 190
+    assert 1 < sent[C] <= 20 + senders, "it is tried again now and then, as it may be good by then"
+
+
+@pytest.mark.parametrize("senders", [2, 4, 16])
+def test_a_worker_that_hangs_from_its_first_request_gets_few(bench: Bench, senders: int) -> None:
+    sent = simulate(bench, {A: Simulated(5_000_000), B: Simulated(5_000_000), C: Simulated(0)}, senders, 10)
+    assert sent[C] <= max(1, senders // 3), "its share of the first ones, when nothing was known"
+    assert sent[A] + sent[B] > 10 * 190
+
+
+@pytest.mark.parametrize("senders", [1, 4, 16])
+def test_a_worker_where_all_that_wait_lose_patience_gets_few(bench: Bench, senders: int) -> None:
+    """It has nothing outstanding then, and has never said how long it takes."""
+    workers = {A: Simulated(5_000_000), B: Simulated(5_000_000), C: Simulated(0)}
+    sent = simulate(bench, workers, senders, 30, 200_000_000)
+    assert sent[C] <= 20 + senders
+    assert sent[A] + sent[B] > 30 * 150
+
+
+def test_a_worker_that_was_bad_is_found_good(bench: Bench) -> None:
+    workers = {A: Simulated(5_000_000), B: Simulated(5_000_000), C: Simulated(5_000_000, fails=True)}
+    simulate(bench, workers, 6, 5)
+    workers[C].fails, workers[C].sent = False, 0
+    assert simulate(bench, workers, 6, 20)[C] > 10 * 190, "of 200 a second, from when it is tried again"
 
 
 def test_a_worker_that_is_being_replaced_gets_nothing_unless_all_are(bench: Bench) -> None:

@@ -14,7 +14,7 @@ from typing import Protocol, final
 
 from shm.admission import EXPIRED, Request, Verdict
 from shm.client_channel import ClientChannel, Settles
-from shm.costs import cost_ns
+from shm.costs import Seen
 from shm.errors import Code, InferError
 
 FEW = 8  # steps under way that the thread that leads the worker's loop looks at; more are left to the session's thread
@@ -112,18 +112,18 @@ class Lane:
         elif self._channel is not None:
             self._channel.cancel(sends.ident)
 
-    def cost_ns(self, now: int) -> int | None:
-        """How long a step would be there, roughly; None: its worker is being replaced."""
-        channel = self._channel
+    def seen(self, now: int) -> Seen | None:
+        """What a step would find there; None: its worker is being replaced."""
+        channel, idle_ns = self._channel, now - self._used_ns
         if channel is None:
-            return cost_ns(len(self._line), 0, 0, 0, 0)
+            return Seen(len(self._line), 0, False, idle_ns, 0, 0)
         if channel.away:
             return None
-        outstanding, completed = channel.outstanding, channel.completed
+        outstanding, completed, ran_ns = channel.outstanding, channel.completed, channel.ran
         if not outstanding or completed != self._moved[0]:
             self._moved = completed, now
-        idle_ns, stuck_ns = now - self._used_ns, now - self._moved[1]
-        return cost_ns(outstanding + len(self._line), channel.ran, idle_ns, stuck_ns, channel.ahead())
+        stuck_ns = now - self._moved[1]
+        return Seen(outstanding + len(self._line), ran_ns, channel.failed, idle_ns, stuck_ns, channel.ahead())
 
     def ended(self, sends: Sends) -> None:
         """It has its completion; called by `settle`."""

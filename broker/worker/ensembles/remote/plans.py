@@ -15,6 +15,7 @@ from broker.worker.ensembles.remote.memory import SharedMemory
 from broker.worker.ensembles.remote.places import Places
 from broker.worker.ensembles.remote.session import StepSession
 from broker.worker.plans import PlacedTensor, Plan
+from shm.costs import costs_ns
 from shm.errors import Code, InferError, fresh
 from shm.message_values import TensorSpec
 from shm.messages import Prepare, PrepareAt, PrepareStep, Release, Reply
@@ -113,7 +114,7 @@ class Bound:
         """The lane for a step of a sequence: the same for all of them. `start`: it begins, at a worker that is up."""
         homes, workers = self._session.homes, self._workers
         worker = homes.find(self._member, number, workers)
-        if start and len(workers) > 1 and self._lane(worker).cost_ns(now) is None:
+        if start and len(workers) > 1 and self._lane(worker).seen(now) is None:
             best = least_of([self._lane(each) for each in workers], now, turn)
             if best is not None:
                 worker = best.worker
@@ -190,14 +191,15 @@ class Bound:
 
 def least_of(lanes: Sequence[Lane], now: int, turn: int) -> Lane | None:
     """The lane with the least to do, of equals now this one, now that (`turn`); None if no worker of theirs is up."""
-    best: Lane | None = None
-    least = 0
+    up = []
     for number in range(len(lanes)):
         lane = lanes[(number + turn) % len(lanes)]
-        cost = lane.cost_ns(now)
-        if cost is not None and (best is None or cost < least):
-            best, least = lane, cost
-    return best
+        if (seen := lane.seen(now)) is not None:
+            up.append((lane, seen))
+    if not up:
+        return None
+    costs = costs_ns([seen for _, seen in up])
+    return up[costs.index(min(costs))][0]
 
 
 def prepare_of(plan: Plan, model: str, version: int, worker: str, places: Places | None) -> Prepare:
