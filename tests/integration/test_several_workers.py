@@ -243,7 +243,7 @@ def test_who_kills_workers_is_refused_by_all(client: clientlib.Client) -> None:
             client.infer("fatal", {"x": row(1, 0, 0, 0)}, timeout=60)
         except InferError as error:
             text = error.message
-        refused = refused + 1 if "are refused for a minute" in text else 0
+        refused = refused + 1 if "are refused for another" in text else 0
         return refused == 20
 
     eventually(refused_again, "both have been told, and none lets anything pass any more")

@@ -15,7 +15,7 @@ from tests.stress.models import Served
 DIED = "the worker died while it ran this request"
 TWICE = "alone and for the second time"
 NOT_TWICE = "does not allow it to run twice"
-REFUSED = "are refused for a minute"
+REFUSED = "are refused for another"
 EXPIRED = "Request timeout expired"
 UNPREPARED = ("no answer to ", "timeout expired while another ")  # … while the first request of its kind was prepared
 SOON_NS = 100_000_000

@@ -54,7 +54,7 @@ class Canary:
         except TimeoutError:
             raise NotServing(f"no answer for {PATIENCE_S:g} s") from None
         except InferError as error:
-            if "are refused for a minute" in error.message:
+            if "are refused for another" in error.message:
                 self._connect()
             elif "died" not in error.message:
                 raise NotServing(str(error)) from None
