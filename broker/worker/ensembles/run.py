@@ -276,10 +276,14 @@ class Run(Withdrawable):
             if tensor.open:
                 rank = note.pop(0)
                 shape, note = tuple(note[:rank]), note[rank:]
-                value = value._replace(shape=shape, byte_size=tensor.place.byte_size)
+                value = value._replace(shape=shape, byte_size=self._byte_size(step, tensor, shape))
             self._values[name] = value
             written.append(name)
         return self._progress.wrote(written)
+
+    def _byte_size(self, step: Request, tensor: PlacedTensor, shape: tuple[int, ...]) -> int:
+        """Of an output whose shape its step has told: the step's plan has noted it."""
+        return tensor.place.byte_size
 
     def _fail(self, error: Exception, at: int = -1) -> None:
         if self._request.code:

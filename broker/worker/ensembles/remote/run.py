@@ -143,28 +143,10 @@ class SpreadRun(Run):
         self._prepared.bind(at, plan, step, member, self._plan.owner)
         return request
 
-    def _collect(self, step: Request) -> list[int]:
-        if step.code or step.slot not in self._ensemble.remote:
-            return super()._collect(step)
-        request, plan = self._request, step.plan
-        assert isinstance(plan, Plan)
-        request.queue_ns += step.queue_ns
-        request.input_ns += step.input_ns
-        request.infer_ns += step.infer_ns
-        request.output_ns += step.output_ns
-        names = self._ensemble.graph.steps[step.slot].output_map
-        words = list(struct.unpack(f"<{len(step.note) // 8}Q", step.note))
-        written = []
-        for tensor in plan.outputs:
-            name = names[tensor.name]
-            value = self._prepared.places[name]
-            if tensor.open:
-                rank = words.pop(0)
-                shape, words = tuple(words[:rank]), words[rank:]
-                value = value._replace(shape=shape, byte_size=_byte_size(tensor, shape))
-            self._values[name] = value
-            written.append(name)
-        return self._progress.wrote(written)
+    def _byte_size(self, step: Request, tensor: PlacedTensor, shape: tuple[int, ...]) -> int:
+        if step.slot not in self._ensemble.remote:
+            return super()._byte_size(step, tensor, shape)
+        return _byte_size(tensor, shape)
 
     def _finish(self) -> None:
         super()._finish()
