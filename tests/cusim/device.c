@@ -1,13 +1,13 @@
-/* Initialisation, devices, contexts; counters of calls and injected faults. */
+/* Initialisation, devices, contexts; which functions there are; counters of calls and injected faults. */
 #include "cusim.h"
 
 struct settings settings;
 int physical_of[MAX_DEVICES];
-_Atomic int sticky;
+CUresult sticky;
 pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
-static bool initialised, forked;
-static struct CUctx_st primary[MAX_DEVICES];
+static enum { NEW, INITIALISED_HERE, FORKED } state;
+static struct CUctx_st { bool retained; } primary[MAX_DEVICES]; /* the contexts there are */
 static __thread CUcontext stack[16];
 static __thread int depth;
 
@@ -20,57 +20,49 @@ static long number(const char *name, long otherwise) {
 #define COUNTERS 128
 static struct counter {
     char name[56];
-    _Atomic uint64_t calls;
-} own_counters[COUNTERS], *counters; /* or those of a file per process, so that a test sees who called */
+    uint64_t calls;
+} *counters; /* in a file per process, so that a test sees who called */
 
 static void open_counters(void) {
-    counters = own_counters;
-    if (!getenv("CUSIM_COUNTS")) return;
+    const char *directory = getenv("CUSIM_COUNTS");
     char path[512];
-    snprintf(path, sizeof path, "%s/%d", getenv("CUSIM_COUNTS"), getpid());
-    int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
-    if (fd < 0 || ftruncate(fd, sizeof own_counters)) return;
-    void *shared = mmap(NULL, sizeof own_counters, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (shared != MAP_FAILED) counters = shared;
+    snprintf(path, sizeof path, "%s/%d", directory ? directory : "", getpid());
+    int fd = directory ? open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600) : memfd_create("cusim-counts", MFD_CLOEXEC);
+    if (ftruncate(fd, COUNTERS * sizeof *counters)) abort();
+    counters = mmap(NULL, COUNTERS * sizeof *counters, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     close(fd);
-}
-
-static _Atomic uint64_t *counter_of(const char *function) {
-    static pthread_mutex_t naming = PTHREAD_MUTEX_INITIALIZER;
-    HOLD(&naming);
-    if (!counters) open_counters();
-    const char *version = strstr(function, "_v"); /* cuMemAlloc_v2 is what users call cuMemAlloc */
-    size_t length = version ? (size_t)(version - function) : strlen(function);
-    struct counter *found = counters;
-    while (found->name[0] && (strlen(found->name) != length || strncmp(found->name, function, length))) found++;
-    memcpy(found->name, function, length);
-    return &found->calls;
 }
 
 static CUresult injected(const char *function, uint64_t calls) {
     const char *rule = getenv("CUSIM_FAIL");
-    size_t length = rule ? strcspn(rule, ":") : 0;
+    size_t length = strlen(function);
     int code = 0;
     unsigned long before = 0;
-    if (length && !strncmp(rule, function, length) && (!function[length] || function[length] == '_'))
-        sscanf(rule + length, ":%d:%lu", &code, &before);
+    if (rule && !strncmp(rule, function, length)) sscanf(rule + length, ":%d:%lu", &code, &before);
     return calls >= before ? (CUresult)code : CUDA_SUCCESS;
 }
 
-CUresult enter(const char *function, _Atomic uint64_t **counter, enum needs needs) {
-    if (!*counter) *counter = counter_of(function);
-    CUresult failure = injected(function, atomic_fetch_add(*counter, 1));
+CUresult enter(const char *function, enum needs needs) {
+    pthread_mutex_lock(&lock);
+    char name[sizeof counters->name];
+    snprintf(name, sizeof name, "%s", function);
+    name[strcspn(name, "_")] = 0; /* cuMemAlloc_v2 is what users call cuMemAlloc */
+    if (!counters) open_counters();
+    struct counter *counter = counters;
+    while (counter->name[0] && strcmp(counter->name, name)) counter++;
+    strcpy(counter->name, name);
+    CUresult failure = injected(name, counter->calls++);
     if (failure) return failure;
-    if (needs >= INITIALISED && !initialised) return CUDA_ERROR_NOT_INITIALIZED;
+    if (needs >= INITIALISED && state != INITIALISED_HERE) return CUDA_ERROR_NOT_INITIALIZED;
     if (needs == CONTEXT && !depth) return CUDA_ERROR_INVALID_CONTEXT;
-    return needs == CONTEXT ? (CUresult)sticky : CUDA_SUCCESS;
+    return needs == CONTEXT ? sticky : CUDA_SUCCESS;
 }
+void leave(CUresult *result) { pthread_mutex_unlock(&lock); }
 
 /* --- initialisation --- */
 static void after_fork(void) { /* a driver that was initialised before fork() is of no use to the child */
-    initialised = false;
-    forked = true;
-    depth = 0;
+    lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER; /* its holder may have been a thread that is not here */
+    state = FORKED;
 }
 
 static void see_devices(void) {
@@ -87,76 +79,63 @@ static void see_devices(void) {
 
 CUresult cuInit(unsigned flags) {
     ENTER(NOTHING);
-    HOLD(&lock);
     if (flags) return CUDA_ERROR_INVALID_VALUE;
-    if (forked) return CUDA_ERROR_NOT_INITIALIZED;
-    if (initialised) return CUDA_SUCCESS;
+    if (state != NEW) return state == FORKED ? CUDA_ERROR_NOT_INITIALIZED : CUDA_SUCCESS;
     size_t memory = (size_t)number("CUSIM_MEM_MB", 256) << 20;
     settings = (struct settings){0, memory, number("CUSIM_DELAY_US", 0), number("CUSIM_PEER", 1)};
     see_devices();
     if (!settings.devices) return CUDA_ERROR_NO_DEVICE;
-    for (int i = 0; i < settings.devices; i++) primary[i].device = i;
-    make_default_streams();
     pthread_atfork(NULL, NULL, after_fork);
-    initialised = true;
+    state = INITIALISED_HERE;
     return CUDA_SUCCESS;
 }
 CUresult cuDriverGetVersion(int *version) ANSWER(NOTHING, *version = number("CUSIM_DRIVER_VERSION", 13000))
 
+/* Bindings look every function up by the name without a version. `cuda.h` turned the names here into the newest one,
+ * the second of each that has versions. What is not here is "not found", never a stub that succeeds. */
+CUresult cuGetProcAddress(const char *name, void **function, int version, cuuint64_t flags,
+                          CUdriverProcAddressQueryResult *status) {
+    char newest[128];
+    snprintf(newest, sizeof newest, "%s_v2", name);
+    void *library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD); /* this one */
+    *function = dlsym(library, newest);
+    if (!*function) *function = dlsym(library, name);
+    if (status) *status = *function ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
+    return *function || status ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
+}
+
 /* --- devices --- */
 bool is_device(CUdevice device) { return device >= 0 && device < settings.devices; }
-int current_device(void) { return stack[depth - 1]->device; }
-#define ENTER_DEVICE(device) \
-    ENTER(INITIALISED);      \
-    if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE
-#define ANSWER_OF(device, what) { ENTER_DEVICE(device); what; return CUDA_SUCCESS; }
+int current_device(void) { return (int)(stack[depth - 1] - primary); }
+#define ANSWER_OF(device, what) \
+    { ENTER(INITIALISED); if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE; what; return CUDA_SUCCESS; }
 
 CUresult cuDeviceGetCount(int *count) ANSWER(INITIALISED, *count = settings.devices)
 CUresult cuDeviceGet(CUdevice *device, int ordinal) ANSWER_OF(ordinal, *device = ordinal)
 CUresult cuDeviceGetName(char *name, int length, CUdevice device)
     ANSWER_OF(device, snprintf(name, length, "SIMULATED GPU %d (cusim)", physical_of[device]))
 CUresult cuDeviceTotalMem(size_t *bytes, CUdevice device) ANSWER_OF(device, *bytes = settings.memory)
-CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device) {
-    ENTER_DEVICE(device);
-    memcpy(uuid->bytes, "CUSIM\0\0\0\0\0\0\0\0\0\0", 16);
-    uuid->bytes[15] = (char)physical_of[device];
-    return CUDA_SUCCESS;
-}
-CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer) {
-    ENTER_DEVICE(device);
-    if (!is_device(peer)) return CUDA_ERROR_INVALID_DEVICE;
-    *can = device != peer && settings.peer;
-    return CUDA_SUCCESS;
-}
-CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
-    ENTER_DEVICE(device);
+CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device)
+    ANSWER_OF(device, memcpy(uuid->bytes, "CUSIM\0\0\0\0\0\0\0\0\0\0", 16); uuid->bytes[15] = (char)physical_of[device])
+CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer)
+    ANSWER_OF(device, *can = device != peer && settings.peer)
+static int attribute_of_all(CUdevice_attribute attribute) {
     switch ((int)attribute) {
-    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *value = 9; break;
-    case CU_DEVICE_ATTRIBUTE_INTEGRATED: *value = number("CUSIM_INTEGRATED", 0); break;
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: return 9;
+    case CU_DEVICE_ATTRIBUTE_INTEGRATED: return number("CUSIM_INTEGRATED", 0);
     case CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING:
-    case CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED:
-    case CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED:
-    case CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED:
-    case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED: *value = 1; break;
-    default: *value = 0; /* nothing else is there */
+    case CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED: return 1;
+    default: return 0; /* nobody asks for more */
     }
-    return CUDA_SUCCESS;
 }
+CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device)
+    ANSWER_OF(device, *value = attribute_of_all(attribute))
 
 /* --- contexts: primary ones only --- */
-CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
-    ENTER_DEVICE(device);
-    HOLD(&lock);
-    primary[device].retained++;
-    *context = &primary[device];
-    return CUDA_SUCCESS;
-}
-CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active) {
-    ENTER_DEVICE(device);
-    *flags = 0;
-    *active = primary[device].retained > 0;
-    return CUDA_SUCCESS;
-}
+CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
+    ANSWER_OF(device, primary[device].retained = true; *context = &primary[device])
+CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active)
+    ANSWER_OF(device, *flags = 0; *active = primary[device].retained)
 CUresult cuCtxGetCurrent(CUcontext *context) ANSWER(INITIALISED, *context = depth ? stack[depth - 1] : NULL)
 CUresult cuCtxPushCurrent(CUcontext context) {
     ENTER(INITIALISED);
@@ -164,15 +143,15 @@ CUresult cuCtxPushCurrent(CUcontext context) {
     stack[depth++] = context;
     return CUDA_SUCCESS;
 }
-CUresult cuCtxSynchronize(void) {
-    ENTER(CONTEXT);
-    drain_device(current_device());
-    return (CUresult)sticky;
-}
 CUresult cuCtxPopCurrent(CUcontext *context) {
     ENTER(INITIALISED);
     if (!depth) return CUDA_ERROR_INVALID_CONTEXT;
     depth--;
     if (context) *context = stack[depth];
     return CUDA_SUCCESS;
+}
+CUresult cuCtxSynchronize(void) {
+    ENTER(CONTEXT);
+    drain_device(current_device());
+    return sticky;
 }

@@ -12,7 +12,7 @@ static CUresult write_handle(void *out, uint32_t magic, int fd, int device, uint
     *(struct handle *)out = (struct handle){magic, getpid(), fd, physical_of[device], status.st_ino, size, base};
     return CUDA_SUCCESS;
 }
-static int open_handle(const struct handle *handle) {
+static int open_handle(const struct handle *handle) { /* a descriptor; -1: what it names is no more */
     char path[64];
     snprintf(path, sizeof path, "/proc/%d/fd/%d", handle->pid, handle->fd);
     int fd = open(path, O_RDWR | O_CLOEXEC);
@@ -24,22 +24,22 @@ static int open_handle(const struct handle *handle) {
 
 CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr pointer) {
     ENTER(CONTEXT);
-    HOLD(&lock);
-    struct allocation *found = find_allocation(pointer);
-    if (!found || found->origin != ALLOCATED) return CUDA_ERROR_INVALID_VALUE;
-    return write_handle(handle, MEMORY, found->fd, found->device, found->size, found->base);
+    struct range *found = find_range(pointer, 1, ALLOCATED);
+    if (!found) return CUDA_ERROR_INVALID_VALUE;
+    return write_handle(handle, MEMORY, found->memory->fd, found->memory->device, found->size, found->base);
 }
 CUresult cuIpcOpenMemHandle(CUdeviceptr *pointer, CUipcMemHandle wire, unsigned flags) {
     ENTER(CONTEXT);
-    HOLD(&lock);
     struct handle handle;
     memcpy(&handle, &wire, sizeof handle);
     if (flags != CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS || handle.magic != MEMORY) return CUDA_ERROR_INVALID_VALUE;
     if (handle.pid == getpid()) return CUDA_ERROR_INVALID_CONTEXT;
-    if (handle.physical != physical_of[current_device()] && !settings.peer) return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
-    for (struct allocation *each = allocations; each; each = each->next) {
+    int device = current_device();
+    if (handle.physical != physical_of[device] && !settings.peer) return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
+    struct range *each;
+    LIST_FOREACH(each, &ranges, link) {
         struct handle *from = &each->from;
-        if (each->origin != IMPORTED || each->device != current_device() || from->pid != handle.pid) continue;
+        if (each->origin != IMPORTED || each->memory->device != device || from->pid != handle.pid) continue;
         if (from->inode == handle.inode) {
             each->opens++;
             *pointer = each->base;
@@ -50,25 +50,19 @@ CUresult cuIpcOpenMemHandle(CUdeviceptr *pointer, CUipcMemHandle wire, unsigned 
     }
     int fd = open_handle(&handle);
     if (fd < 0) return CUDA_ERROR_INVALID_VALUE;
-    char *bytes = map_file(fd, handle.size);
-    *pointer = take_addresses(handle.size);
-    if (!bytes || !*pointer) abort(); /* the host's fault, no test's */
-    add_allocation(IMPORTED, current_device(), fd, *pointer, handle.size, bytes)->from = handle;
+    *pointer = free_addresses(handle.size);
+    add_range(*pointer, handle.size, IMPORTED, adopt_memory(device, fd, handle.size))->from = handle;
     return CUDA_SUCCESS;
 }
 CUresult cuIpcCloseMemHandle(CUdeviceptr pointer) {
     ENTER(CONTEXT);
     drain_device(current_device());
-    HOLD(&lock);
-    struct allocation *found = find_allocation(pointer);
-    if (!found || found->origin != IMPORTED || found->base != pointer) return CUDA_ERROR_INVALID_VALUE;
-    if (!--found->opens) drop_allocation(found);
-    return CUDA_SUCCESS;
+    return VALID(drop_range(pointer, ANY_SIZE, IMPORTED));
 }
 
 CUresult cuIpcGetEventHandle(CUipcEventHandle *handle, CUevent event) {
     ENTER(CONTEXT);
-    if (event->fd < 0) return CUDA_ERROR_INVALID_HANDLE; /* not made with CU_EVENT_INTERPROCESS */
+    if (event->owner != getpid() || event->fd < 0) return CUDA_ERROR_INVALID_HANDLE; /* not made with INTERPROCESS */
     return write_handle(handle, EVENT, event->fd, current_device(), 0, 0);
 }
 CUresult cuIpcOpenEventHandle(CUevent *event, CUipcEventHandle wire) {
@@ -78,10 +72,8 @@ CUresult cuIpcOpenEventHandle(CUevent *event, CUipcEventHandle wire) {
     if (handle.magic != EVENT) return CUDA_ERROR_INVALID_HANDLE;
     if (handle.pid == getpid()) return CUDA_ERROR_INVALID_CONTEXT;
     int fd = open_handle(&handle);
-    void *state = fd < 0 ? MAP_FAILED : mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (state == MAP_FAILED) return CUDA_ERROR_INVALID_HANDLE;
+    if (fd < 0) return CUDA_ERROR_INVALID_HANDLE;
+    *event = mmap(NULL, sizeof **event, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     close(fd);
-    *event = malloc(sizeof **event);
-    **event = (struct CUevent_st){state, -1};
-    return CUDA_SUCCESS;
+    return *event == MAP_FAILED ? CUDA_ERROR_INVALID_HANDLE : CUDA_SUCCESS;
 }

@@ -1,172 +1,136 @@
-/* Device memory: addresses, allocations, copies, what pointers are; memory of the host that was pinned. */
+/* Memory and its addresses, of devices and pinned by the host; what pointers are; copies. */
 #include "cusim.h"
 
-#define GRANULES 32768 /* 64 GiB of addresses */
-static CUdeviceptr arena; /* PROT_NONE: whatever lies in it and in no allocation is a fault */
-static bool taken[GRANULES];
-struct allocation *allocations;
+/* --- memory --- */
 static size_t used[MAX_DEVICES];
 
-CUdeviceptr take_addresses(size_t size) {
-    if (!arena) {
-        int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-        char *base = mmap(NULL, (GRANULES + 1) * GRANULE, PROT_NONE, flags, -1, 0);
-        if (base == MAP_FAILED) return 0;
-        arena = ROUND_UP((CUdeviceptr)base);
-    }
-    size_t wanted = ROUND_UP(size) / GRANULE, found = 0;
-    for (size_t i = 0; i < GRANULES; i++) {
-        found = taken[i] ? 0 : found + 1;
-        if (found == wanted) {
-            memset(taken + i + 1 - wanted, true, wanted);
-            return arena + (i + 1 - wanted) * GRANULE;
-        }
-    }
-    return 0;
+struct memory *adopt_memory(int device, int fd, size_t size) {
+    struct memory *made = malloc(sizeof *made);
+    *made = (struct memory){.device = device, .fd = fd, .size = size};
+    return made;
 }
-void give_addresses(CUdeviceptr base, size_t size) {
-    memset(taken + (base - arena) / GRANULE, false, ROUND_UP(size) / GRANULE);
-}
-
-char *map_file(int fd, size_t size) {
-    char *bytes = mmap(NULL, ROUND_UP(size), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    return bytes == MAP_FAILED ? NULL : bytes;
-}
-int make_memory(int device, size_t size) {
-    if (size > settings.memory || ROUND_UP(size) > settings.memory - used[device]) return -1;
+struct memory *make_memory(int device, size_t size) {
+    if (size > settings.memory || ROUND_UP(size) > settings.memory - used[device]) return NULL;
     int fd = memfd_create("cusim", MFD_CLOEXEC);
-    if (fd >= 0 && !ftruncate(fd, ROUND_UP(size))) used[device] += ROUND_UP(size);
-    return fd;
+    if (fd < 0 || ftruncate(fd, ROUND_UP(size))) abort(); /* the host's fault, no test's */
+    struct memory *made = adopt_memory(device, fd, size);
+    used[device] += made->charged = ROUND_UP(size);
+    return made;
 }
-void discharge(int device, size_t size) { used[device] -= ROUND_UP(size); }
+void let_go(struct memory *memory) {
+    if (--memory->references) return;
+    used[memory->device] -= memory->charged;
+    close(memory->fd);
+    free(memory);
+}
 
-struct allocation *find_allocation(CUdeviceptr pointer) {
-    struct allocation *each = allocations;
-    while (each && !(pointer >= each->base && pointer < each->base + each->size)) each = each->next;
+/* --- addresses --- */
+#define ADDRESSES ((size_t)64 << 30)
+static CUdeviceptr arena; /* PROT_NONE: whatever lies in it and in no range is a fault */
+struct ranges ranges;
+
+struct range *find_range(CUdeviceptr base, size_t size, enum origin origins) {
+    struct range *each;
+    LIST_FOREACH(each, &ranges, link)
+        if (each->origin & origins && base < each->base + each->size && each->base < base + size) break;
     return each;
 }
-struct allocation *add_allocation(enum origin origin, int device, int fd, CUdeviceptr base, size_t size, char *bytes) {
-    struct allocation *made = malloc(sizeof *made);
-    *made = (struct allocation){base, size, bytes, device, fd, 1, origin, .next = allocations};
-    return allocations = made;
+CUdeviceptr free_addresses(size_t size) { /* the lowest, so that addresses are used again */
+    if (!arena) {
+        int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+        arena = ROUND_UP((CUdeviceptr)mmap(NULL, ADDRESSES + GRANULE, PROT_NONE, flags, -1, 0));
+    }
+    CUdeviceptr base = arena;
+    for (struct range *there; size <= ADDRESSES && (there = find_range(base, ROUND_UP(size), ANY));)
+        base = ROUND_UP(there->base + there->size);
+    return size <= arena + ADDRESSES - base ? base : 0;
 }
-void drop_allocation(struct allocation *allocation) { /* addresses of VMM are given back by who reserved them */
-    struct allocation **link = &allocations;
-    while (*link != allocation) link = &(*link)->next;
-    *link = allocation->next;
-    munmap(allocation->bytes, ROUND_UP(allocation->size));
-    if (allocation->fd >= 0) close(allocation->fd);
-    if (allocation->origin != VMM) give_addresses(allocation->base, allocation->size);
-    free(allocation);
+struct range *add_range(CUdeviceptr base, size_t size, enum origin origin, struct memory *memory) {
+    struct range *made = malloc(sizeof *made);
+    *made = (struct range){base, size, origin, memory, .opens = 1};
+    if (memory) {
+        made->bytes = mmap(NULL, ROUND_UP(size), PROT_READ | PROT_WRITE, MAP_SHARED, memory->fd, 0);
+        if (!base || made->bytes == MAP_FAILED) abort(); /* the host's fault, no test's */
+        memory->references++;
+    }
+    LIST_INSERT_HEAD(&ranges, made, link);
+    return made;
 }
-
+bool drop_range(CUdeviceptr base, size_t size, enum origin origins) {
+    struct range *found = find_range(base, 1, origins);
+    if (!found || found->base != base || (size != ANY_SIZE && found->size != size)) return false;
+    if (--found->opens) return true;
+    LIST_REMOVE(found, link);
+    if (found->memory) {
+        munmap(found->bytes, ROUND_UP(found->size));
+        let_go(found->memory);
+    }
+    free(found);
+    return true;
+}
 char *reach(CUdeviceptr pointer, size_t size) {
-    HOLD(&lock);
-    struct allocation *found = find_allocation(pointer);
+    struct range *found = find_range(pointer, 1, ON_DEVICE);
     if (found) return size <= found->base + found->size - pointer ? found->bytes + (pointer - found->base) : NULL;
-    return arena && pointer >= arena && pointer < arena + GRANULES * GRANULE ? NULL : (char *)pointer; /* the host's */
+    return arena && pointer >= arena && pointer < arena + ADDRESSES ? NULL : (char *)pointer; /* the host's */
 }
 
+/* --- allocations --- */
 static CUresult allocate(CUdeviceptr *pointer, size_t size, enum origin origin) {
     if (!size) return CUDA_ERROR_INVALID_VALUE;
-    HOLD(&lock);
-    int device = current_device(), fd = make_memory(device, size);
-    if (fd < 0) return CUDA_ERROR_OUT_OF_MEMORY;
-    char *bytes = map_file(fd, size);
-    *pointer = take_addresses(size);
-    if (!bytes || !*pointer) abort(); /* the host's fault, no test's */
-    memset(bytes, 0xCD, size); /* fresh memory is never what somebody hopes for */
-    add_allocation(origin, device, fd, *pointer, size, bytes);
+    struct memory *memory = make_memory(current_device(), size);
+    if (!memory) return CUDA_ERROR_OUT_OF_MEMORY;
+    *pointer = free_addresses(size);
+    memset(add_range(*pointer, size, origin, memory)->bytes, 0xCD, size); /* never what somebody hopes for */
     return CUDA_SUCCESS;
 }
-CUresult free_memory(CUdeviceptr pointer) {
-    HOLD(&lock);
-    struct allocation *found = find_allocation(pointer);
-    if (!found || found->base != pointer) return CUDA_ERROR_INVALID_VALUE;
-    if (found->origin != ALLOCATED && found->origin != POOL) return CUDA_ERROR_INVALID_VALUE;
-    discharge(found->device, found->size);
-    drop_allocation(found);
-    return CUDA_SUCCESS;
-}
-
 CUresult cuMemAlloc(CUdeviceptr *pointer, size_t size) GIVES(CONTEXT, allocate(pointer, size, ALLOCATED))
 CUresult cuMemFree(CUdeviceptr pointer) {
     ENTER(CONTEXT);
     drain_device(current_device());
-    return pointer ? free_memory(pointer) : CUDA_SUCCESS;
+    return VALID(!pointer || drop_range(pointer, ANY_SIZE, ALLOCATED | POOL));
 }
-CUresult cuMemAllocAsync(CUdeviceptr *pointer, size_t size, CUstream stream) {
-    ENTER(CONTEXT);
-    (void)stream; /* from the default pool: it has no legacy handle */
-    return allocate(pointer, size, POOL);
-}
+CUresult cuMemAllocAsync(CUdeviceptr *pointer, size_t size, CUstream stream) /* POOL: it has no legacy handle */
+    GIVES(CONTEXT, allocate(pointer, size, POOL))
 CUresult cuMemFreeAsync(CUdeviceptr pointer, CUstream stream)
     GIVES(CONTEXT, push(stream, (struct operation){.what = FREE, .to = pointer}))
-CUresult cuMemGetInfo(size_t *available, size_t *total) {
-    ENTER(CONTEXT);
-    *total = settings.memory;
-    *available = settings.memory - used[current_device()];
-    return CUDA_SUCCESS;
-}
-CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *size, CUdeviceptr pointer) {
-    ENTER(CONTEXT);
-    HOLD(&lock);
-    struct allocation *found = find_allocation(pointer);
-    if (!found) return CUDA_ERROR_INVALID_VALUE;
-    if (base) *base = found->base;
-    if (size) *size = found->size;
-    return CUDA_SUCCESS;
-}
+CUresult cuMemGetInfo(size_t *available, size_t *total)
+    ANSWER(CONTEXT, *total = settings.memory; *available = settings.memory - used[current_device()])
 
 /* --- the host's memory --- */
-static struct pinned {
-    char *base;
-    size_t size;
-    struct pinned *next;
-} *pinned;
-
-static struct pinned **find_pinned(char *pointer, size_t size) {
-    struct pinned **link = &pinned;
-    while (*link && !(pointer < (*link)->base + (*link)->size && (*link)->base < pointer + size)) link = &(*link)->next;
-    return link;
-}
 CUresult cuMemHostRegister(void *pointer, size_t size, unsigned flags) {
     ENTER(CONTEXT);
-    (void)flags;
-    HOLD(&lock);
     if (!pointer || !size) return CUDA_ERROR_INVALID_VALUE;
-    if (*find_pinned(pointer, size)) return CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
-    struct pinned *made = malloc(sizeof *made);
-    *made = (struct pinned){pointer, size, pinned};
-    pinned = made;
+    if (find_range((CUdeviceptr)pointer, size, PINNED)) return CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
+    add_range((CUdeviceptr)pointer, size, PINNED, NULL);
     return CUDA_SUCCESS;
 }
 CUresult cuMemHostUnregister(void *pointer) {
     ENTER(CONTEXT);
-    HOLD(&lock);
-    struct pinned **link = find_pinned(pointer, 1), *found = *link;
-    if (!found || found->base != (char *)pointer) return CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
-    *link = found->next;
-    free(found);
-    return CUDA_SUCCESS;
+    bool dropped = drop_range((CUdeviceptr)pointer, ANY_SIZE, PINNED);
+    return dropped ? CUDA_SUCCESS : CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
 }
 
 /* --- what a pointer is --- */
+CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *size, CUdeviceptr pointer) {
+    ENTER(CONTEXT);
+    struct range *found = find_range(pointer, 1, ON_DEVICE);
+    if (found) *base = found->base, *size = found->size;
+    return VALID(found);
+}
 CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdeviceptr pointer) {
     ENTER(CONTEXT);
-    HOLD(&lock);
-    struct allocation *memory = find_allocation(pointer);
-    if (!memory && (attribute != CU_POINTER_ATTRIBUTE_MEMORY_TYPE || !*find_pinned((char *)pointer, 1)))
-        return CUDA_ERROR_INVALID_VALUE;
+    bool any = attribute == CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
+    struct range *found = find_range(pointer, 1, any ? ON_DEVICE | PINNED : ON_DEVICE);
+    if (!found) return CUDA_ERROR_INVALID_VALUE;
     switch (attribute) {
     case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
-        *(unsigned *)data = memory ? CU_MEMORYTYPE_DEVICE : CU_MEMORYTYPE_HOST;
+        *(unsigned *)data = found->memory ? CU_MEMORYTYPE_DEVICE : CU_MEMORYTYPE_HOST;
         break;
-    case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: *(int *)data = memory->device; break;
-    case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: *(bool *)data = memory->origin == ALLOCATED; break;
-    case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE: *(void **)data = memory->origin == POOL ? (void *)used : NULL; break;
+    case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: *(int *)data = found->memory->device; break;
+    case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: *(bool *)data = found->origin == ALLOCATED; break;
+    case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE: *(void **)data = found->origin == POOL ? (void *)used : NULL; break;
     case CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES:
-        *(unsigned long long *)data = memory->origin == VMM ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR : 0;
+        *(unsigned long long *)data = found->origin == VMM ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR : 0;
         break;
     default: return CUDA_ERROR_INVALID_VALUE;
     }

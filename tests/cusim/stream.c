@@ -4,146 +4,118 @@
 
 struct CUstream_st {
     int device;
-    unsigned flags;
-    bool started, stopping;
-    pthread_t thread;
-    pthread_mutex_t mutex;
-    pthread_cond_t changed;
-    struct operation *first, *last;
-    uint64_t pushed, finished;
-    struct CUstream_st *next;
+    bool is_default, non_blocking, ended;
 };
-static struct CUstream_st default_streams[MAX_DEVICES], *streams;
-static pthread_mutex_t listing = PTHREAD_MUTEX_INITIALIZER; /* of `streams` */
+static TAILQ_HEAD(, operation) operations = TAILQ_HEAD_INITIALIZER(operations); /* of all streams, in their order */
+static uint64_t pushed;
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 
+static void wait_for_change(void) { pthread_cond_wait(&changed, &lock); }
+
+/* Is anything of a stream, or of all of a device's, not done that was pushed up to operation `number`? */
+static bool is_busy(const struct CUstream_st *stream, int device, uint64_t number) {
+    struct operation *each;
+    TAILQ_FOREACH(each, &operations, link)
+        if (each->number <= number && (stream ? each->stream == stream : each->stream->device == device)) break;
+    return each;
+}
+static void drain(const struct CUstream_st *stream, int device) {
+    for (uint64_t number = pushed; is_busy(stream, device, number);) wait_for_change();
+}
+void drain_device(int device) { drain(NULL, device); }
+
+/* What a stream is to do now. The legacy default stream and the others of its device wait for each other, unless those
+ * are non-blocking. */
+static struct operation *next_of(const struct CUstream_st *stream) {
+    struct operation *each;
+    TAILQ_FOREACH(each, &operations, link) {
+        const struct CUstream_st *other = each->stream;
+        if (other == stream) return each;
+        bool ordered = other->is_default != stream->is_default && !other->non_blocking && !stream->non_blocking;
+        if (ordered && other->device == stream->device) return NULL;
+    }
+    return NULL;
+}
+static void await(CUevent event, uint64_t mark) {
+    while (event->done < mark) UNLOCKED(usleep(20)); /* it may be another process that records it */
+}
 static void perform(const struct operation *operation) {
-    if (settings.delay_us) usleep(settings.delay_us);
-    struct event_state *event = operation->event;
+    if (settings.delay_us) UNLOCKED(usleep(settings.delay_us));
+    CUevent event = operation->event;
     char *to = operation->what <= FILL ? reach(operation->to, operation->count) : NULL;
     char *from = operation->what == COPY ? reach(operation->from, operation->count) : to;
     switch (operation->what) {
     case COPY:
     case FILL:
         if (!to || !from) sticky = CUDA_ERROR_ILLEGAL_ADDRESS;
-        else if (operation->what == COPY) memmove(to, from, operation->count);
-        else memset(to, operation->value, operation->count);
+        else if (operation->what == COPY) UNLOCKED(memmove(to, from, operation->count));
+        else UNLOCKED(memset(to, operation->value, operation->count));
         break;
     case RECORD:
-        for (uint64_t done = event->done; done < operation->mark;)
-            if (atomic_compare_exchange_weak(&event->done, &done, operation->mark)) break;
+        if (event->done < operation->mark) event->done = operation->mark;
         break;
-    case WAIT:
-        while (event->done < operation->mark) usleep(20);
-        break;
-    case CALL: operation->function(operation->argument); break;
-    case FREE: free_memory(operation->to); break;
+    case WAIT: await(event, operation->mark); break;
+    case CALL: UNLOCKED(operation->function(operation->argument)); break;
+    case FREE: drop_range(operation->to, ANY_SIZE, ALLOCATED | POOL); break;
     }
 }
-
 static void *work(void *argument) {
     struct CUstream_st *stream = argument;
-    HOLD(&stream->mutex);
-    for (;;) {
-        while (!stream->first && !stream->stopping) pthread_cond_wait(&stream->changed, &stream->mutex);
-        struct operation *operation = stream->first;
-        if (!operation) return NULL;
-        pthread_mutex_unlock(&stream->mutex);
-        perform(operation);
-        pthread_mutex_lock(&stream->mutex);
-        stream->first = operation->next;
-        if (!stream->first) stream->last = NULL;
-        free(operation);
-        stream->finished++;
-        pthread_cond_broadcast(&stream->changed);
+    pthread_mutex_lock(&lock);
+    while (!stream->ended) {
+        struct operation *next = next_of(stream);
+        if (!next) {
+            wait_for_change();
+            continue;
+        }
+        perform(next);
+        TAILQ_REMOVE(&operations, next, link);
+        free(next);
+        pthread_cond_broadcast(&changed);
     }
+    pthread_mutex_unlock(&lock);
+    free(stream);
+    return NULL;
 }
 
-static void prepare(struct CUstream_st *stream, int device, unsigned flags) {
-    *stream = (struct CUstream_st){.device = device, .flags = flags};
-    pthread_mutex_init(&stream->mutex, NULL);
-    pthread_cond_init(&stream->changed, NULL);
+static struct CUstream_st *make_stream(bool is_default, bool non_blocking) {
+    struct CUstream_st *made = malloc(sizeof *made);
+    *made = (struct CUstream_st){current_device(), is_default, non_blocking, false};
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, work, made) || pthread_detach(thread)) abort(); /* the host's fault, no test's */
+    return made;
 }
-void make_default_streams(void) {
-    for (int i = 0; i < settings.devices; i++) prepare(&default_streams[i], i, 0);
+static struct CUstream_st *resolve(CUstream handle) { /* 0, legacy (1) and per-thread (2) are one here */
+    static struct CUstream_st *defaults[MAX_DEVICES];
+    if ((uintptr_t)handle > 2) return handle;
+    struct CUstream_st **standard = &defaults[current_device()];
+    return *standard ? *standard : (*standard = make_stream(true, false));
 }
-static struct CUstream_st *resolve(CUstream stream) { /* 0, legacy (1) and per-thread (2) are one here */
-    return (uintptr_t)stream <= 2 ? &default_streams[current_device()] : stream;
-}
-static void drain(struct CUstream_st *stream) {
-    HOLD(&stream->mutex);
-    uint64_t target = stream->pushed;
-    while (stream->finished < target) pthread_cond_wait(&stream->changed, &stream->mutex);
-}
-static void drain_listed(int device, bool blocking_only) {
-    HOLD(&listing);
-    for (struct CUstream_st *each = streams; each; each = each->next)
-        if (each->device == device && !(blocking_only && each->flags & CU_STREAM_NON_BLOCKING)) drain(each);
-}
-void drain_device(int device) {
-    drain(&default_streams[device]);
-    drain_listed(device, false);
-}
-
-CUresult push(CUstream handle, struct operation operation) {
-    struct CUstream_st *stream = resolve(handle), *standard = &default_streams[stream->device];
-    if (stream == standard) drain_listed(stream->device, true); /* the legacy default stream and the others wait for */
-    else if (!(stream->flags & CU_STREAM_NON_BLOCKING)) drain(standard); /* each other, unless they are non-blocking */
+CUresult push(CUstream stream, struct operation operation) {
     struct operation *made = malloc(sizeof *made);
     *made = operation;
-    HOLD(&stream->mutex);
-    if (!stream->started) stream->started = !pthread_create(&stream->thread, NULL, work, stream);
-    *(stream->last ? &stream->last->next : &stream->first) = made;
-    stream->last = made;
-    stream->pushed++;
-    pthread_cond_broadcast(&stream->changed);
+    made->stream = resolve(stream);
+    made->number = ++pushed;
+    TAILQ_INSERT_TAIL(&operations, made, link);
+    pthread_cond_broadcast(&changed);
     return CUDA_SUCCESS;
 }
-CUresult run_at_once(struct operation operation) {
-    push(NULL, operation);
-    drain(resolve(NULL));
-    return (CUresult)sticky;
-}
+static CUresult synchronize(CUstream stream) { return drain(resolve(stream), 0), sticky; }
+CUresult run_at_once(struct operation operation) { return push(NULL, operation), synchronize(NULL); }
 
-CUresult cuStreamCreate(CUstream *stream, unsigned flags) {
-    ENTER(CONTEXT);
-    struct CUstream_st *made = malloc(sizeof *made);
-    prepare(made, current_device(), flags);
-    HOLD(&listing);
-    made->next = streams;
-    *stream = streams = made;
-    return CUDA_SUCCESS;
-}
-static void unlist(struct CUstream_st *stream) {
-    HOLD(&listing);
-    struct CUstream_st **link = &streams;
-    while (*link != stream) link = &(*link)->next;
-    *link = stream->next;
-}
-static void stop(struct CUstream_st *stream) {
-    HOLD(&stream->mutex);
-    stream->stopping = true;
-    pthread_cond_broadcast(&stream->changed);
-}
+CUresult cuStreamCreate(CUstream *stream, unsigned flags)
+    ANSWER(CONTEXT, *stream = make_stream(false, flags & CU_STREAM_NON_BLOCKING))
 CUresult cuStreamDestroy(CUstream stream) {
     ENTER(CONTEXT);
     if ((uintptr_t)stream <= 2) return CUDA_ERROR_INVALID_HANDLE;
-    unlist(stream);
-    stop(stream);
-    if (stream->started) pthread_join(stream->thread, NULL);
-    free(stream);
+    drain(stream, 0);
+    stream->ended = true; /* its thread frees it */
+    pthread_cond_broadcast(&changed);
     return CUDA_SUCCESS;
 }
-CUresult cuStreamSynchronize(CUstream stream) {
-    ENTER(CONTEXT);
-    drain(resolve(stream));
-    return (CUresult)sticky;
-}
-CUresult cuStreamQuery(CUstream handle) {
-    ENTER(CONTEXT);
-    struct CUstream_st *stream = resolve(handle);
-    HOLD(&stream->mutex);
-    return stream->finished < stream->pushed ? CUDA_ERROR_NOT_READY : (CUresult)sticky;
-}
+CUresult cuStreamSynchronize(CUstream stream) GIVES(CONTEXT, synchronize(stream))
+CUresult cuStreamQuery(CUstream stream)
+    GIVES(CONTEXT, is_busy(resolve(stream), 0, pushed) ? CUDA_ERROR_NOT_READY : sticky)
 CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void *argument)
     GIVES(CONTEXT, push(stream, (struct operation){.what = CALL, .function = function, .argument = argument}))
 
@@ -152,33 +124,20 @@ CUresult cuEventCreate(CUevent *event, unsigned flags) {
     bool shared = flags & CU_EVENT_INTERPROCESS;
     if (shared && !(flags & CU_EVENT_DISABLE_TIMING)) return CUDA_ERROR_INVALID_VALUE;
     int fd = shared ? memfd_create("cusim-event", MFD_CLOEXEC) : -1;
-    if (shared && (fd < 0 || ftruncate(fd, 4096))) return CUDA_ERROR_OUT_OF_MEMORY;
-    void *state = mmap(NULL, 4096, PROT_READ | PROT_WRITE, shared ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS, fd, 0);
-    if (state == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
-    *event = malloc(sizeof **event);
-    **event = (struct CUevent_st){state, fd};
+    if (shared && ftruncate(fd, sizeof **event)) return CUDA_ERROR_OUT_OF_MEMORY;
+    *event = mmap(NULL, sizeof **event, PROT_READ | PROT_WRITE, MAP_SHARED | (shared ? 0 : MAP_ANONYMOUS), fd, 0);
+    if (*event == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
+    **event = (struct CUevent_st){.owner = getpid(), .fd = fd};
     return CUDA_SUCCESS;
 }
-CUresult cuEventDestroy(CUevent event) {
+CUresult cuEventDestroy(CUevent event) { /* its page stays: operations in some queue may still use it */
     ENTER(CONTEXT);
-    if (event->fd >= 0) close(event->fd);
-    free(event); /* its page stays: operations in some queue may still use it */
+    if (event->owner == getpid() && event->fd >= 0) close(event->fd);
     return CUDA_SUCCESS;
 }
-CUresult cuEventRecord(CUevent event, CUstream stream) {
-    ENTER(CONTEXT);
-    uint64_t mark = atomic_fetch_add(&event->state->issued, 1) + 1;
-    return push(stream, (struct operation){.what = RECORD, .event = event->state, .mark = mark});
-}
-CUresult cuEventQuery(CUevent event)
-    GIVES(CONTEXT, event->state->done < event->state->issued ? CUDA_ERROR_NOT_READY : (CUresult)sticky)
-CUresult cuEventSynchronize(CUevent event) {
-    ENTER(CONTEXT);
-    for (uint64_t mark = event->state->issued; event->state->done < mark;) usleep(20);
-    return (CUresult)sticky;
-}
-CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
-    ENTER(CONTEXT);
-    (void)flags; /* what was recorded last at the time of this call is waited for, not what comes after */
-    return push(stream, (struct operation){.what = WAIT, .event = event->state, .mark = event->state->issued});
-}
+CUresult cuEventRecord(CUevent event, CUstream stream)
+    GIVES(CONTEXT, push(stream, (struct operation){.what = RECORD, .event = event, .mark = ++event->issued}))
+CUresult cuEventQuery(CUevent event) GIVES(CONTEXT, event->done < event->issued ? CUDA_ERROR_NOT_READY : sticky)
+CUresult cuEventSynchronize(CUevent event) GIVES(CONTEXT, (await(event, event->issued), sticky))
+CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) /* for the latest record, none that comes */
+    GIVES(CONTEXT, push(stream, (struct operation){.what = WAIT, .event = event, .mark = event->issued}))

@@ -1,119 +1,66 @@
 /* Virtual memory management: physical memory as a descriptor, mapped at reserved addresses. */
 #include "cusim.h"
 
-struct physical {
-    int fd, device, references;
-    size_t size;
-    bool charged; /* made here; what was imported costs its maker */
-};
+typedef CUmemGenericAllocationHandle Handle;
+typedef unsigned long long Flags;
 
-static CUmemGenericAllocationHandle make_physical(int fd, int device, size_t size, bool charged) {
-    struct physical *made = malloc(sizeof *made);
-    *made = (struct physical){fd, device, 1, size, charged};
-    return (uintptr_t)made;
+static CUresult give_handle(Handle *handle, struct memory *memory) {
+    memory->references++;
+    *handle = (uintptr_t)memory;
+    return CUDA_SUCCESS;
 }
-static void let_go(struct physical *physical) { /* with `lock` held */
-    if (--physical->references) return;
-    if (physical->charged) discharge(physical->device, physical->size);
-    close(physical->fd);
-    free(physical);
-}
+static bool is_odd(size_t size) { return !size || size % GRANULE; }
 
 CUresult cuMemGetAllocationGranularity(
-    size_t *granularity, const CUmemAllocationProp *properties, CUmemAllocationGranularity_flags option) {
+    size_t *granularity, const CUmemAllocationProp *wanted, CUmemAllocationGranularity_flags option)
+    ANSWER(INITIALISED, *granularity = GRANULE)
+CUresult cuMemCreate(Handle *handle, size_t size, const CUmemAllocationProp *wanted, Flags flags) {
     ENTER(INITIALISED);
-    (void)option;
-    *granularity = GRANULE;
-    return is_device(properties->location.id) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
+    if (is_odd(size) || flags || !is_device(wanted->location.id)) return CUDA_ERROR_INVALID_VALUE;
+    struct memory *memory = make_memory(wanted->location.id, size);
+    return memory ? give_handle(handle, memory) : CUDA_ERROR_OUT_OF_MEMORY;
 }
-CUresult cuMemCreate(
-    CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *properties,
-    unsigned long long flags) {
-    ENTER(INITIALISED);
-    HOLD(&lock);
-    int device = properties->location.id;
-    if (!size || size % GRANULE || flags || !is_device(device)) return CUDA_ERROR_INVALID_VALUE;
-    int fd = make_memory(device, size);
-    if (fd < 0) return CUDA_ERROR_OUT_OF_MEMORY;
-    *handle = make_physical(fd, device, size, true);
-    return CUDA_SUCCESS;
-}
-CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
-    ENTER(INITIALISED);
-    HOLD(&lock);
-    let_go((struct physical *)handle);
-    return CUDA_SUCCESS;
-}
-CUresult cuMemExportToShareableHandle(
-    void *out, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type, unsigned long long flags) {
+CUresult cuMemRelease(Handle handle) ANSWER(INITIALISED, let_go((struct memory *)handle))
+CUresult cuMemExportToShareableHandle(void *out, Handle handle, CUmemAllocationHandleType type, Flags flags) {
     ENTER(INITIALISED);
     if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR || flags) return CUDA_ERROR_NOT_SUPPORTED;
-    *(int *)out = fcntl(((struct physical *)handle)->fd, F_DUPFD_CLOEXEC, 3);
+    *(int *)out = fcntl(((struct memory *)handle)->fd, F_DUPFD_CLOEXEC, 3);
     return CUDA_SUCCESS;
 }
-CUresult cuMemImportFromShareableHandle(
-    CUmemGenericAllocationHandle *handle, void *given, CUmemAllocationHandleType type) {
+CUresult cuMemImportFromShareableHandle(Handle *handle, void *given, CUmemAllocationHandleType type) {
     ENTER(CONTEXT);
     if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) return CUDA_ERROR_NOT_SUPPORTED;
     char path[64], target[64] = "";
     snprintf(path, sizeof path, "/proc/self/fd/%d", (int)(intptr_t)given);
     bool ours = readlink(path, target, sizeof target - 1) > 0 && strstr(target, "memfd:cusim");
-    struct stat status;
-    int fd = ours ? fcntl((int)(intptr_t)given, F_DUPFD_CLOEXEC, 3) : -1;
-    if (fd < 0 || fstat(fd, &status)) return CUDA_ERROR_INVALID_VALUE;
-    *handle = make_physical(fd, current_device(), status.st_size, false);
-    return CUDA_SUCCESS;
+    if (!ours) return CUDA_ERROR_INVALID_VALUE;
+    int fd = fcntl((int)(intptr_t)given, F_DUPFD_CLOEXEC, 3);
+    return give_handle(handle, adopt_memory(current_device(), fd, lseek(fd, 0, SEEK_END)));
 }
-CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle, void *pointer) {
+CUresult cuMemRetainAllocationHandle(Handle *handle, void *pointer) {
     ENTER(INITIALISED);
-    HOLD(&lock);
-    struct allocation *found = find_allocation((CUdeviceptr)pointer);
-    if (!found || found->origin != VMM) return CUDA_ERROR_INVALID_VALUE;
-    found->physical->references++;
-    *handle = (uintptr_t)found->physical;
-    return CUDA_SUCCESS;
+    struct range *found = find_range((CUdeviceptr)pointer, 1, VMM);
+    return found ? give_handle(handle, found->memory) : CUDA_ERROR_INVALID_VALUE;
 }
 
-CUresult cuMemAddressReserve(
-    CUdeviceptr *pointer, size_t size, size_t alignment, CUdeviceptr wish, unsigned long long flags) {
+CUresult cuMemAddressReserve(CUdeviceptr *pointer, size_t size, size_t alignment, CUdeviceptr wish, Flags flags) {
     ENTER(INITIALISED);
-    (void)alignment, (void)wish;
-    HOLD(&lock);
-    if (!size || size % GRANULE || flags) return CUDA_ERROR_INVALID_VALUE;
-    *pointer = take_addresses(size);
-    return *pointer ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
-}
-CUresult cuMemAddressFree(CUdeviceptr pointer, size_t size) {
-    ENTER(INITIALISED);
-    HOLD(&lock);
-    if (find_allocation(pointer)) return CUDA_ERROR_INVALID_VALUE; /* still mapped */
-    give_addresses(pointer, size);
+    if (is_odd(size) || flags) return CUDA_ERROR_INVALID_VALUE;
+    *pointer = free_addresses(size);
+    if (!*pointer) return CUDA_ERROR_OUT_OF_MEMORY;
+    add_range(*pointer, size, RESERVED, NULL);
     return CUDA_SUCCESS;
 }
-CUresult cuMemMap(
-    CUdeviceptr pointer, size_t size, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long flags) {
+CUresult cuMemAddressFree(CUdeviceptr pointer, size_t size)
+    GIVES(INITIALISED, VALID(!find_range(pointer, size, VMM) && drop_range(pointer, size, RESERVED)))
+CUresult cuMemMap(CUdeviceptr pointer, size_t size, size_t offset, Handle handle, Flags flags) {
     ENTER(INITIALISED);
-    HOLD(&lock);
-    struct physical *physical = (struct physical *)handle;
-    if (!size || size % GRANULE || offset || size > physical->size || flags) return CUDA_ERROR_INVALID_VALUE;
-    char *bytes = find_allocation(pointer) ? NULL : map_file(physical->fd, size);
-    if (!bytes) return CUDA_ERROR_INVALID_VALUE;
-    physical->references++;
-    add_allocation(VMM, physical->device, -1, pointer, size, bytes)->physical = physical;
+    struct memory *memory = (struct memory *)handle;
+    if (is_odd(size) || offset || size > memory->size || flags) return CUDA_ERROR_INVALID_VALUE;
+    if (!find_range(pointer, size, RESERVED) || find_range(pointer, size, VMM)) return CUDA_ERROR_INVALID_VALUE;
+    add_range(pointer, size, VMM, memory);
     return CUDA_SUCCESS;
 }
-CUresult cuMemSetAccess(CUdeviceptr pointer, size_t size, const CUmemAccessDesc *access, size_t count) {
-    ENTER(INITIALISED);
-    (void)size, (void)access, (void)count;
-    return pointer ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
-}
-CUresult cuMemUnmap(CUdeviceptr pointer, size_t size) {
-    ENTER(INITIALISED);
-    HOLD(&lock);
-    struct allocation *found = find_allocation(pointer);
-    bool whole = found && found->origin == VMM && found->base == pointer && found->size == size;
-    if (!whole) return CUDA_ERROR_INVALID_VALUE;
-    let_go(found->physical);
-    drop_allocation(found);
-    return CUDA_SUCCESS;
-}
+CUresult cuMemSetAccess(CUdeviceptr pointer, size_t size, const CUmemAccessDesc *access, size_t count)
+    GIVES(INITIALISED, VALID(find_range(pointer, size, VMM)))
+CUresult cuMemUnmap(CUdeviceptr pointer, size_t size) GIVES(INITIALISED, VALID(drop_range(pointer, size, VMM)))
