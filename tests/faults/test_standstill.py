@@ -1,4 +1,4 @@
-"""Rows K-08 and W-15: the broker, or everything, stands still for a while; every worker dies at once."""
+"""Rows K-08 and W-15: the broker, or everything, or one worker of two, stands still; every worker dies at once."""
 
 from __future__ import annotations
 
@@ -7,21 +7,35 @@ import os
 import select
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import clientlib
+from tests.fakes import models
 from tests.faults import child, unruly
 from tests.faults.lab import OTHER, SAME, Lab, eventually
 
 STILL_S = 3 * unruly.HANG_S
+BOTH = """max_batch_size: 4
+instance_group [ { count: 1 kind: KIND_CPU }, { count: 1 kind: KIND_CPU } ]
+parameters { key: "worker_group" value { string_value: "default,other" } }
+"""
+
+
+def write(root: Path) -> Path:
+    """The lab's models, and "both", which both workers serve."""
+    unruly.write(root)
+    models.write_model(root, "both", models.add1(), config=BOTH)
+    return root
 
 
 @pytest.fixture(scope="module")
 def shared_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with Lab(tmp_path_factory.mktemp("lab"), models=unruly.write) as lab:
+    with Lab(tmp_path_factory.mktemp("lab"), models=write) as lab:
         yield lab
 
 
@@ -128,3 +142,42 @@ def test_w15_every_worker_dies_at_once(lab: Lab) -> None:
     report = lab._await_answers()
     assert all(set(errors) <= {"UNAVAILABLE"} and not side["wrong"] for side, errors, _ in report.values()), report
     lab.settled()
+
+
+def use_both() -> list[list[str]]:
+    """A new thread of a client, and a new client, while one of the workers is stopped."""
+    x = np.ones((2, 4), np.float32)
+    with clientlib.connect() as known, ThreadPoolExecutor(1) as thread:
+        known.infer("both", {"x": x}, timeout=40)
+        child.say("ready")
+        child.hear()
+        told = [thread.submit(child.refusal, known.infer, "both", {"x": x}, timeout=40).result()]
+        with clientlib.connect(timeout=40) as client:
+            region = client.create_region("r", 4096)
+            places = {"x": region.tensor((2, 4), "FP32")}, {"y": region.tensor((2, 4), "FP32", 64)}
+            plan = client.prepare("both", *places)
+            told += [child.refusal(plan.infer, timeout=40) for _ in range(3)]
+            told.append(child.refusal(client.unregister, "r"))
+            told += [child.refusal(client.infer, "both", {"x": x}, timeout=40) for _ in range(3)]
+    child.say("done")
+    child.hear()
+    return told
+
+
+@pytest.mark.parametrize("victim", [SAME, OTHER])
+def test_w08_one_worker_of_two_is_stopped(lab: Lab, victim: str) -> None:
+    """Whoever is new goes to the other one: at once, and not only when the broker has given this one up."""
+    client = lab.start(use_both, valid=False)
+    client.heard()
+    pid = lab.worker_pid(victim)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        client.tell("go on")
+        assert client.heard() == "done"
+        assert lab.worker_pid(victim) == pid, "it was waited for until the broker had replaced it"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    client.tell("end")
+    assert client.result() == 8 * [["OK", ""]]
+    lab.settled(replaced=victim)
