@@ -47,12 +47,17 @@ class Homes:
             return _by_id(sequence_id, workers) if self._shared else workers[0]
         return home
 
-    def begin(self, model: str, sequence_id: int, workers: tuple[str, ...], up: list[str]) -> str:
+    def begin(
+        self, model: str, sequence_id: int, workers: tuple[str, ...], up: list[str], unbound: Sequence[str] = ()
+    ) -> str:
         """The worker of one that begins: of those that are `up`, the freest first, the one with the fewest sequences.
 
         A sequence keeps a slot of its worker's instances, whether steps of it run just now or not. One that begins anew
         stays where it was, if that is up: there its START ends what it had before, which would keep its slot elsewhere.
-        With several gateways it goes where all of them will look for it, and waits there if it must.
+        With several gateways it goes where all of them will look for it, and waits there if it must. The only gateway
+        passes over a worker that is known to have died, and its sequences with it; not over one that the plan has not
+        reached, `unbound`: that may be stopped, and have a sequence of this id, with which steps would go on there that
+        the next gateway sends.
         """
         key = model, sequence_id
         with self._lock:
@@ -62,7 +67,7 @@ class Homes:
             elif before in up:
                 home = before
             elif self._shared:
-                home = _by_id(sequence_id, up)
+                home = _by_id(sequence_id, [*up, *unbound])
             else:
                 home = min(up, key=lambda worker: self._counts[model, worker])
             while len(self._homes) >= MAX_HOMES:

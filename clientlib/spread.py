@@ -49,7 +49,7 @@ class Spread(Generic[L]):
             return self._freest()
         homes, workers = self._homes, self.workers
         if start:
-            home = homes.begin(self._model, sequence_id, workers, self._by_cost())
+            home = homes.begin(self._model, sequence_id, workers, self._by_cost(), self.missing())
         else:
             home = homes.find(self._model, sequence_id, workers)
         if end:

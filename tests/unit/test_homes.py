@@ -66,6 +66,18 @@ def test_the_only_gateway_begins_no_sequence_where_a_worker_is_being_replaced() 
     assert {number: one_of_two.begin("m", number, ALL, [C, B]) for number in usual} == usual, "others look there"
 
 
+def test_the_next_gateway_looks_for_no_sequence_where_another_one_may_live_on() -> None:
+    """A worker that has died has none; one that is not reached may be stopped, and then goes on with what it had."""
+    usual = {number: Homes(shared=True).find("m", number, ALL) for number in range(1, 100)}
+    only = Homes(shared=True, alone=True)
+    begun = {number: only.begin("m", number, ALL, [B], [A]) for number in usual}  # C is being replaced
+    assert all(begun[number] == home for number, home in usual.items() if home != C)
+    assert {home for number, home in begun.items() if usual[number] == C} == {A, B}
+    assert {number: only.find("m", number, ALL) for number in begun} == begun
+    native = Homes()
+    assert {native.begin("m", number, ALL, [B], [A]) for number in usual} == {B}, "it alone will look for them"
+
+
 class Asked:
     """A procedure of the client, answered here: `refusals` by worker."""
 
