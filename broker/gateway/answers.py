@@ -9,7 +9,7 @@ from typing import Final
 from broker.gateway import correlation
 from broker.gateway.classification import classify
 from broker.gateway.kserve import DECOUPLED, InferRequest, InferResponse, OutputTensor
-from broker.gateway.placed import reworded
+from broker.gateway.placed import Placed, reworded
 from broker.gateway.plan_cache import Entry
 from broker.gateway.regions import Alias
 from broker.gateway.timeouts import EXPIRED
@@ -74,10 +74,20 @@ def told(error: InferError, request: InferRequest, aliases: Iterable[Alias]) -> 
     if message.startswith(_TOO_SMALL):
         code = Code.INTERNAL.name
     elif message.startswith(EXPIRED):
-        return InferError(code, EXPIRED)  # in Triton without the id, unlike a full queue
+        return _expired(code, request)
     else:
         message = _STRINGS.sub(lambda found: f"{found[1]} for model '{request.model}'", message)
     return reworded(error, f"[request id: {request.id or UNKNOWN_ID}] {message}", code)
+
+
+def _expired(code: str, request: InferRequest) -> Placed:
+    """In Triton without the id, unlike a full queue; and nothing of what was waited for."""
+    if request.timeout_us <= 0:
+        place, problem = f"the queue of model '{request.model}'", "expected a turn within its policy's"
+        return Placed(code, EXPIRED, place, f"{problem} default_timeout_microseconds, got none")
+    problem = f"expected an answer of model '{request.model}' within {request.timeout_us} microseconds"
+    less = "or within default_timeout_microseconds of its queue's policy, if that is less"
+    return Placed(code, EXPIRED, "timeout", f"{problem}, {less}, got none")
 
 
 def told_in_stream(error: InferError, request: InferRequest, aliases: Iterable[Alias]) -> InferError:

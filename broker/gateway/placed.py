@@ -1,7 +1,7 @@
 """Errors of requests that know where in the request they are: beside Triton's text, which stays as it is.
 
-Raised by `broker.gateway.validation` and by the HTTP front end, whose replies say it in a header
-(`broker.gateway.http.errors.DETAIL`); who does not ask sees an InferError as any other.
+Raised by `broker.gateway.validation`, `.answers` and the HTTP front end. HTTP says it in a header (DETAIL), gRPC in
+trailing metadata of that name, ZeroMQ, where no text is pinned, behind the text.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Final, Literal, final
 
 from shm.errors import Code, InferError, shortened
 
+DETAIL: Final = "Tensorbroker-Detail"
 MAX_DETAIL: Final = 1024  # characters
 MAX_LISTED: Final = 16  # names
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f]")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 import clientlib
@@ -89,6 +93,27 @@ def answered(asked: Future[Any]) -> Any:
 def test_where_the_policy_allows_it_a_request_ends_by_its_own_timeout(served: Gateway, wire: str) -> None:
     kind = {"grpc": "StatusCode.UNAVAILABLE", "http": 503}[wire]
     assert ASKS[wire](served, "true", TIMEOUT_S) == (kind, "Request timeout expired")
+
+
+def test_which_timeout_it_was_is_said_beside_tritons_text(served: Gateway) -> None:
+    detail = (
+        "timeout: expected an answer of model 'true' within 20000 microseconds, or within default_timeout_microseconds "
+        "of its queue's policy, if that is less, got none"
+    )
+    x = {"name": "x", "shape": [1, 4], "datatype": "FP32", "data": X.tolist()}
+    body = json.dumps({"inputs": [x], "parameters": {"timeout": 20_000}}).encode()
+    connection = http.client.HTTPConnection("127.0.0.1", served.ports["http"], timeout=30)
+    with contextlib.closing(connection):
+        connection.request("POST", "/v2/models/true/infer", body)
+        assert connection.getresponse().headers["Tensorbroker-Detail"] == detail
+    wanted = service_pb2.ModelInferRequest(model_name="true", raw_input_contents=[X.tobytes()])
+    wanted.inputs.add(name="x", datatype="FP32", shape=[1, 4])
+    wanted.parameters["timeout"].int64_param = 20_000
+    with grpc.insecure_channel(url_of(served, "grpc").removeprefix("grpc://")) as channel:
+        with pytest.raises(grpc.RpcError) as raised:
+            service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(wanted, timeout=30)
+        trailers: Any = raised.value
+        assert dict(trailers.trailing_metadata())["tensorbroker-detail"] == detail
 
 
 @pytest.mark.parametrize("wire", ASKS)

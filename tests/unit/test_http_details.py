@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from broker.gateway.http.codec import decode
-from broker.gateway.http.errors import DETAIL
 from broker.gateway.http.json import dumps
 from broker.gateway.http.message import error_reply
-from broker.gateway.placed import MAX_DETAIL, Placed
+from broker.gateway.placed import DETAIL, MAX_DETAIL, Placed
 from shm.errors import Code, InferError
 
 X = {"name": "x", "shape": [2], "datatype": "FP32", "data": [1, 2]}

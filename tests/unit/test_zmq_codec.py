@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker.gateway.kserve import InferResponse, InputTensor, OutputTensor, RequestedOutput
+from broker.gateway.placed import Placed
 from broker.gateway.zmq import codec
 from shm import zmq_messages as words
 from shm.errors import Code, InferError, ProtocolError
@@ -181,3 +182,9 @@ def test_a_reply_that_fits_no_message_is_an_error_that_says_so() -> None:
     reply = msgpack.unpackb(codec.encode(codec.result(9, response)))
     assert (reply["type"], reply["id"], reply["code"]) == ("error", 9, "INVALID_ARG")
     assert "more than the 16777216 of a message" in reply["message"]
+
+
+def test_an_error_that_knows_its_place_says_it() -> None:
+    placed = Placed(Code.INVALID_ARG, "no", "inputs[1].shape", "expected [1], got [2]")
+    assert codec.failure(9, placed).message == "no (inputs[1].shape: expected [1], got [2])"
+    assert codec.failure(9, InferError(Code.INVALID_ARG, "no")).message == "no"

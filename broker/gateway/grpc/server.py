@@ -27,8 +27,9 @@ from broker.gateway.grpc.limits import MAX_RPCS, Budget, message_budget, server_
 from broker.gateway.grpc.stream import Stream
 from broker.gateway.kserve import Caller, InferRequest, Responses, Service
 from broker.gateway.options import GatewayOptions, header_pattern
+from broker.gateway.placed import DETAIL, Placed
 from clientlib.details import asked
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, forget_frames
 
 _log = logging.getLogger(__name__)
 
@@ -282,16 +283,21 @@ async def _end(context: Any, error: Exception) -> bytes:
     hold the request, since Python may look for cycles very late.
     """
     if isinstance(error, aio.BaseError):  # grpc's own: the RPC or the server has ended
-        raise error
-    if not isinstance(error, InferError):
-        _log.error("gRPC request failed", exc_info=error)
-        error = InferError(Code.INTERNAL, "internal error")
-    else:
+        forget_frames(error)
+        try:
+            raise error
+        finally:
+            del error
+    if isinstance(error, InferError):
         _log.debug("gRPC request failed: %s", error.message)
-    error.__context__ = error.__cause__ = None
-    error.with_traceback(None)
+    else:
+        _log.error("gRPC request failed", exc_info=error)
+    forget_frames(error)
+    if not isinstance(error, InferError):
+        error = InferError(Code.INTERNAL, "internal error")
     details = error.message.encode(errors="replace")[:MAX_DETAILS].decode(errors="ignore")
-    await context.abort(STATUS.get(error.code, grpc.StatusCode.UNKNOWN), details)
+    place = ((DETAIL.lower(), error.detail),) if isinstance(error, Placed) else ()
+    await context.abort(STATUS.get(error.code, grpc.StatusCode.UNKNOWN), details, place)
     raise AssertionError("abort does not return")
 
 

@@ -31,7 +31,6 @@ NOT_FOUND: Final = "Not Found"
 METHOD_NOT_ALLOWED: Final = "Method Not Allowed"
 EXITING: Final = "Server exiting"
 SHM_DISABLED: Final = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
-DETAIL: Final = "Tensorbroker-Detail"  # a header of replies that are errors: what Triton's text leaves out
 RAISE_LIMIT: Final = "Use --http-max-input-size to increase the limit."
 
 

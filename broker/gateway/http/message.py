@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, final
 
-from broker.gateway.http.errors import DETAIL, REASONS, body_of, status_of
+from broker.gateway.http.errors import REASONS, body_of, status_of
 from broker.gateway.http.json import dumps, parse, unhurried
 from broker.gateway.kserve import Buffer, Caller, Trace
-from broker.gateway.placed import Placed
+from broker.gateway.placed import DETAIL, Placed
 from shm.errors import InferError
 
 JSON: Final = "application/json"

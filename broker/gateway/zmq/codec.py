@@ -10,6 +10,7 @@ from typing import Final, cast, final
 import msgspec
 
 from broker.gateway.kserve import InferRequest, InferResponse, InputTensor, RequestedOutput
+from broker.gateway.placed import Placed
 from shm.errors import Code, InferError, ProtocolError
 from shm.zmq_messages import (
     MAX_REPLY,
@@ -80,7 +81,8 @@ def encode(reply: Reply) -> bytes:
 
 def failure(request: int, error: InferError) -> Error:
     """The reply to a request that ended with `error`."""
-    return Error(id=request, code=error.code, message=error.message)
+    place = f" ({error.detail})" if isinstance(error, Placed) else ""
+    return Error(id=request, code=error.code, message=error.message + place)
 
 
 def infer_request(message: Infer) -> InferRequest:
