@@ -184,5 +184,5 @@ def test_whose_steps_end_workers_is_refused_and_nobody_else(broker):
             text = told(bad)
             assert "in ensemble 'with_fatal', the worker died while it ran this request, alone" in text
             assert "step 1: model 'fatal' on 'x' = 'a' [1,4]" in text
-        eventually(lambda: "refused for a minute" in told(bad), "it is refused")
+        eventually(lambda: "refused for another" in told(bad), "it is refused")
         assert np.array_equal(good.infer("with_fatal", {"IN": QUICK}, timeout=60)["OUT"], expected)

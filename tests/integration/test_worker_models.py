@@ -253,7 +253,7 @@ def test_a_session_that_is_refused_for_a_while(worker, gate, session):
     plan = session.bind(config, refused_until_ns=(1 << 63) - 1)
     refused = plan.submit(1).wait()
     assert refused.code is Code.UNAVAILABLE
-    assert "refused for a minute" in refused.text
+    assert "refused for another" in refused.text
     worker.ask(replace(plan.message, refused_until_ns=0))
     assert plan.infer(1) == 2
     eventually(lambda: counted(block) == (1, 1, 0, 0))
