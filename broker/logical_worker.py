@@ -14,8 +14,9 @@ import time
 from functools import partial
 from typing import final
 
+from broker import silence
 from broker.coroner import CUT, bury, end
-from broker.desired_state import ANSWER_S, STOPPING, DesiredState, Wanted, supersedes
+from broker.desired_state import ANSWER_S, RESPONDS_S, STOPPING, DesiredState, Wanted, supersedes
 from broker.records import ChannelRecord, RegionEntry, add_region
 from broker.region_uses import RegionUses, used
 from broker.repository.config import ModelConfig
@@ -218,6 +219,7 @@ class Worker:
             self.kill(f"gave no sign of life for {limit_s:g} s although no model ran in it: stopped, or stuck")
         elif process.answered and self._pulse.is_due(now_ns):
             process.ping()
+        silence.look(self.key, process, self._records.values(), RESPONDS_S)
 
     def let_rest(self, busy: bool, now_ns: int) -> bool:
         """Once it has served nothing for long, its process ends until it is wanted. True: nobody has anything at it.

@@ -106,6 +106,8 @@ class WorkerProcess:
         "pid",
         "pidfd",
         "ready",
+        "shunned",
+        "suspected",
     )
 
     def __init__(
@@ -122,6 +124,7 @@ class WorkerProcess:
         self.pidfd = pidfd
         self.life = life
         self.kill_reason = self.kill_told = ""
+        self.suspected = self.shunned = False  # see `broker.silence`
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.died = asyncio.Event()
@@ -177,6 +180,11 @@ class WorkerProcess:
         self._answers[self.post(Ping())] = self._ping = answer
         self._pinged_s = self._loop.time()
 
+    @property
+    def owes_s(self) -> float:
+        """For how long it has owed a sign of life; 0 if it owes none."""
+        return 0.0 if self.answered else self._loop.time() - self._pinged_s
+
     async def answers(self, limit_s: float) -> bool:
         """Does it give a sign of life within `limit_s` of being asked for one? Nobody waits for it twice: of one that
         was asked earlier and still owes the answer, that is known at once.
@@ -186,7 +194,7 @@ class WorkerProcess:
         if self._ping is None or self._ping.done():
             self.ping()
         assert self._ping is not None
-        await asyncio.wait((self._ping,), timeout=max(0.0, self._pinged_s + limit_s - self._loop.time()))
+        await asyncio.wait((self._ping,), timeout=max(0.0, limit_s - self.owes_s))
         return self.answered and not self.died.is_set()
 
     @property

@@ -12,7 +12,8 @@ Channel memfd (mapped by the client and the worker, both may write all of it):
     16  CTAIL     worker   completions published: THE COMMIT POINT, one store commits a whole batch
     24  ARMED     worker   0, or a stamp: ring me once for this stamp (a channel without traffic lately is armed),
                            or PARKED: do not ring, nothing can begin to run before the worker looks by itself
-    25  AWAY      broker   1 from a worker's death until its replacement has the channel (then written by the worker)
+    25  AWAY      broker   1 from a worker's death until its replacement has the channel (then written by the worker),
+                           and while its process does not respond
     26  AHEAD     worker   how long (ns, coarse) what waits and runs there will take, of all clients
     64  RING[4N]  client   slot | CANCEL; position p lies at p & (4N-1)
         SLOT[N]x8  client  one submission, `SUBMISSION`; word 7 is written by a cancel

@@ -159,6 +159,9 @@ def use_both() -> list[list[str]]:
             told += [child.refusal(plan.infer, timeout=40) for _ in range(3)]
             told.append(child.refusal(client.unregister, "r"))
             told += [child.refusal(client.infer, "both", {"x": x}, timeout=40) for _ in range(3)]
+        child.say("new ones go elsewhere")
+        child.hear()
+        told += [child.refusal(known.infer, "both", {"x": x}, timeout=40) for _ in range(8)]
     child.say("done")
     child.hear()
     return told
@@ -166,12 +169,15 @@ def use_both() -> list[list[str]]:
 
 @pytest.mark.parametrize("victim", [SAME, OTHER])
 def test_w08_one_worker_of_two_is_stopped(lab: Lab, victim: str) -> None:
-    """Whoever is new goes to the other one: at once, and not only when the broker has given this one up."""
+    """Whoever is new goes to the other one at once, and everybody else soon: before the broker gives this one up."""
     client = lab.start(use_both, valid=False)
     client.heard()
     pid = lab.worker_pid(victim)
     os.kill(pid, signal.SIGSTOP)
     try:
+        client.tell("go on")
+        assert client.heard() == "new ones go elsewhere"
+        eventually(lambda: f"(pid {pid}) has not responded for 1 s" in lab.broker.log(), "that is seen")
         client.tell("go on")
         assert client.heard() == "done"
         assert lab.worker_pid(victim) == pid, "it was waited for until the broker had replaced it"
@@ -179,5 +185,5 @@ def test_w08_one_worker_of_two_is_stopped(lab: Lab, victim: str) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
     client.tell("end")
-    assert client.result() == 8 * [["OK", ""]]
+    assert client.result() == 16 * [["OK", ""]]
     lab.settled(replaced=victim)

@@ -1,0 +1,45 @@
+"""What is done about a worker's process that gives no sign of life, before it is given up: its clients avoid it.
+
+Called by `broker.logical_worker` at each of its looks. Clients whose model other workers serve as well read in their
+channels that this one is away, as after a death, and send new requests elsewhere; who has no choice waits. It may only
+be busy: what it answers ends it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+
+from broker.records import ChannelRecord
+from broker.worker_process import WorkerProcess
+from shm.layout import AWAY
+
+WORD = 8  # bytes
+_log = logging.getLogger(__name__)
+
+
+def look(worker: str, process: WorkerProcess, channels: Iterable[ChannelRecord], limit_s: float) -> None:
+    """Has `process`, which is up, become silent, or does it speak again? `limit_s`: to answer, else it is silent."""
+    owes = process.owes_s > limit_s
+    silent = (
+        owes and process.suspected
+    )  # at two looks: after a pause of the broker's own the answer may be there unread
+    process.suspected = owes
+    if silent == process.shunned:
+        return
+    process.shunned = silent
+    for record in channels:
+        mark_away(record, away=silent)
+    if silent:
+        what = f"has not responded for {limit_s:g} s: requests that other workers can take go there"
+        _log.warning("worker '%s' (pid %d) %s", worker, process.pid, what)
+    else:
+        _log.info("worker '%s' (pid %d) responds again", worker, process.pid)
+
+
+def mark_away(record: ChannelRecord, *, away: bool) -> None:
+    """Only while its worker is alive and has the channel: then nobody else writes that word. Written, not mapped: a
+    channel's memory is mapped by the coroner alone.
+    """
+    os.pwrite(record.memory, int(away).to_bytes(WORD, "little"), WORD * AWAY)

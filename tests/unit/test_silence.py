@@ -1,0 +1,45 @@
+"""Clients avoid a worker that does not respond, and come back when it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from broker import silence
+from shm.layout import AWAY
+from tests.fakes.channel import Twin
+from tests.fakes.workers import record_of
+
+
+@pytest.fixture
+def twin() -> Iterator[Twin]:
+    with Twin() as twin:
+        yield twin
+
+
+def test_clients_read_in_their_channels_that_it_is_away(twin: Twin) -> None:
+    process: Any = SimpleNamespace(pid=1, owes_s=0.0, shunned=False, suspected=False)
+    client = twin.client()
+
+    def look(owes_s: float) -> bool:
+        process.owes_s = owes_s
+        silence.look("cpu/left", process, [record_of(twin)], 1.0)
+        return client.away
+
+    assert [look(owes_s) for owes_s in (0.0, 0.9, 1.1)] == [False, False, False]
+    assert look(0.0) is False, "the answer was there: the broker had only not looked"
+    assert [look(owes_s) for owes_s in (1.1, 1.4, 9.0)] == [False, True, True]
+    assert look(0.0) is False
+    assert [look(owes_s) for owes_s in (1.1, 1.4)] == [False, True], "and again"
+
+
+def test_nothing_is_written_where_nothing_has_changed(twin: Twin) -> None:
+    """The worker's process may write that word itself, and that of a dead one is the coroner's."""
+    process: Any = SimpleNamespace(pid=1, owes_s=0.0, shunned=False, suspected=False)
+    client = twin.client()
+    client._words[AWAY] = 1
+    silence.look("cpu/left", process, [record_of(twin)], 1.0)
+    assert client.away
