@@ -142,7 +142,6 @@ class SmallBroker:
         self.epoch = 0
         self.hold = False
         self.starting = False  # greet nobody
-        self.completed = 0
         self.calls: list[str] = []
         self.closed: list[int] = []  # channels that were given back
         self.workers: dict[str, str] = {}  # by model; WORKER has the others
@@ -150,6 +149,8 @@ class SmallBroker:
         self.answers: dict[str, Callable[[Any], Any]] = {}  # what to answer instead, by type of request
         self.several: Callable[[Request], bool] = lambda request: True  # runs a request; does it end now?
         self._held: list[Request] = []
+        self._completed = 0
+        self._completing = threading.Lock()
         self._generation = 0
         self._fence = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -179,6 +180,12 @@ class SmallBroker:
             self._thread = None
             os.close(self._wake)
             (self.directory / SOCKET).unlink()
+
+    @property
+    def completed(self) -> int:
+        """How many requests ran, with all whose end a client may have seen."""
+        with self._completing:
+            return self._completed
 
     def release(self) -> None:
         """Let go of what was held back."""
@@ -255,8 +262,9 @@ class SmallBroker:
                 return
         else:
             request.plan.run(request)
-        request.channel.complete([request])
-        self.completed += 1
+        with self._completing:
+            request.channel.complete([request])
+            self._completed += 1
 
     def _listen(self, session: _Session) -> None:
         try:

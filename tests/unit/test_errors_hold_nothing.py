@@ -95,6 +95,7 @@ class TestThreads:
     def test_a_first_request_that_finds_no_channel_of_its_own(self, client: Client) -> None:
         """The refusal was handled within the handling of another error, which held the request and its result."""
         x = np.ones((1, 1 << 16), np.float32)  # two places
+        client.infer("double", {"x": x}, timeout=60)  # opens one of two channels: there is one to share in any case
         ready = threading.Barrier(4)
         wrong: list[object] = []
 
