@@ -107,4 +107,4 @@ struct operation {
 };
 CUresult push(CUstream stream, struct operation operation);
 CUresult run_at_once(struct operation operation); /* on the default stream, waiting for it */
-void drain_device(int device);
+void drain_device(void); /* waits for all that the current device was given */

@@ -119,7 +119,8 @@ CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device)
     ANSWER_OF(device, memcpy(uuid->bytes, "CUSIM\0\0\0\0\0\0\0\0\0\0", 16); uuid->bytes[15] = (char)physical_of[device])
 CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer)
     ANSWER_OF(device, *can = device != peer && settings.peer)
-static int attribute_of_all(CUdevice_attribute attribute) {
+
+static int attribute_of_each(CUdevice_attribute attribute) { /* of all devices the same */
     switch ((int)attribute) {
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: return 9;
     case CU_DEVICE_ATTRIBUTE_INTEGRATED: return number("CUSIM_INTEGRATED", 0);
@@ -129,7 +130,7 @@ static int attribute_of_all(CUdevice_attribute attribute) {
     }
 }
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device)
-    ANSWER_OF(device, *value = attribute_of_all(attribute))
+    ANSWER_OF(device, *value = attribute_of_each(attribute))
 
 /* --- contexts: primary ones only --- */
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
@@ -149,9 +150,4 @@ CUresult cuCtxPopCurrent(CUcontext *context) {
     depth--;
     if (context) *context = stack[depth];
     return CUDA_SUCCESS;
-}
-CUresult cuCtxSynchronize(void) {
-    ENTER(CONTEXT);
-    drain_device(current_device());
-    return sticky;
 }

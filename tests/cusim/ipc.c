@@ -54,11 +54,8 @@ CUresult cuIpcOpenMemHandle(CUdeviceptr *pointer, CUipcMemHandle wire, unsigned 
     add_range(*pointer, handle.size, IMPORTED, adopt_memory(device, fd, handle.size))->from = handle;
     return CUDA_SUCCESS;
 }
-CUresult cuIpcCloseMemHandle(CUdeviceptr pointer) {
-    ENTER(CONTEXT);
-    drain_device(current_device());
-    return VALID(drop_range(pointer, ANY_SIZE, IMPORTED));
-}
+CUresult cuIpcCloseMemHandle(CUdeviceptr pointer)
+    GIVES(CONTEXT, (drain_device(), VALID(drop_range(pointer, ANY_SIZE, IMPORTED))))
 
 CUresult cuIpcGetEventHandle(CUipcEventHandle *handle, CUevent event) {
     ENTER(CONTEXT);

@@ -84,11 +84,8 @@ static CUresult allocate(CUdeviceptr *pointer, size_t size, enum origin origin) 
     return CUDA_SUCCESS;
 }
 CUresult cuMemAlloc(CUdeviceptr *pointer, size_t size) GIVES(CONTEXT, allocate(pointer, size, ALLOCATED))
-CUresult cuMemFree(CUdeviceptr pointer) {
-    ENTER(CONTEXT);
-    drain_device(current_device());
-    return VALID(!pointer || drop_range(pointer, ANY_SIZE, ALLOCATED | POOL));
-}
+CUresult cuMemFree(CUdeviceptr pointer)
+    GIVES(CONTEXT, (drain_device(), VALID(!pointer || drop_range(pointer, ANY_SIZE, ALLOCATED | POOL))))
 CUresult cuMemAllocAsync(CUdeviceptr *pointer, size_t size, CUstream stream) /* POOL: it has no legacy handle */
     GIVES(CONTEXT, allocate(pointer, size, POOL))
 CUresult cuMemFreeAsync(CUdeviceptr pointer, CUstream stream)
@@ -104,11 +101,9 @@ CUresult cuMemHostRegister(void *pointer, size_t size, unsigned flags) {
     add_range((CUdeviceptr)pointer, size, PINNED, NULL);
     return CUDA_SUCCESS;
 }
-CUresult cuMemHostUnregister(void *pointer) {
-    ENTER(CONTEXT);
-    bool dropped = drop_range((CUdeviceptr)pointer, ANY_SIZE, PINNED);
-    return dropped ? CUDA_SUCCESS : CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
-}
+CUresult cuMemHostUnregister(void *pointer)
+    GIVES(CONTEXT, drop_range((CUdeviceptr)pointer, ANY_SIZE, PINNED) ? CUDA_SUCCESS
+                                                                      : CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED)
 
 /* --- what a pointer is --- */
 CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *size, CUdeviceptr pointer) {

@@ -10,19 +10,19 @@ static TAILQ_HEAD(, operation) operations = TAILQ_HEAD_INITIALIZER(operations); 
 static uint64_t pushed;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 
-static void wait_for_change(void) { pthread_cond_wait(&changed, &lock); }
-
-/* Is anything of a stream, or of all of a device's, not done that was pushed up to operation `number`? */
-static bool is_busy(const struct CUstream_st *stream, int device, uint64_t number) {
+/* Has a stream (NULL: any of the current device) something to do of what was pushed up to operation `number`? */
+static bool is_busy(const struct CUstream_st *stream, uint64_t number) {
     struct operation *each;
-    TAILQ_FOREACH(each, &operations, link)
-        if (each->number <= number && (stream ? each->stream == stream : each->stream->device == device)) break;
-    return each;
+    TAILQ_FOREACH(each, &operations, link) {
+        bool meant = stream ? each->stream == stream : each->stream->device == current_device();
+        if (meant && each->number <= number) return true;
+    }
+    return false;
 }
-static void drain(const struct CUstream_st *stream, int device) {
-    for (uint64_t number = pushed; is_busy(stream, device, number);) wait_for_change();
+static void drain(const struct CUstream_st *stream) {
+    for (uint64_t number = pushed; is_busy(stream, number);) pthread_cond_wait(&changed, &lock);
 }
-void drain_device(int device) { drain(NULL, device); }
+void drain_device(void) { drain(NULL); }
 
 /* What a stream is to do now. The legacy default stream and the others of its device wait for each other, unless those
  * are non-blocking. */
@@ -62,12 +62,10 @@ static void perform(const struct operation *operation) {
 static void *work(void *argument) {
     struct CUstream_st *stream = argument;
     pthread_mutex_lock(&lock);
-    while (!stream->ended) {
-        struct operation *next = next_of(stream);
-        if (!next) {
-            wait_for_change();
-            continue;
-        }
+    for (;;) {
+        struct operation *next;
+        while (!(next = next_of(stream)) && !stream->ended) pthread_cond_wait(&changed, &lock);
+        if (!next) break;
         perform(next);
         TAILQ_REMOVE(&operations, next, link);
         free(next);
@@ -100,22 +98,25 @@ CUresult push(CUstream stream, struct operation operation) {
     pthread_cond_broadcast(&changed);
     return CUDA_SUCCESS;
 }
-static CUresult synchronize(CUstream stream) { return drain(resolve(stream), 0), sticky; }
-CUresult run_at_once(struct operation operation) { return push(NULL, operation), synchronize(NULL); }
+CUresult run_at_once(struct operation operation) {
+    push(NULL, operation);
+    drain(resolve(NULL));
+    return sticky;
+}
 
 CUresult cuStreamCreate(CUstream *stream, unsigned flags)
     ANSWER(CONTEXT, *stream = make_stream(false, flags & CU_STREAM_NON_BLOCKING))
 CUresult cuStreamDestroy(CUstream stream) {
     ENTER(CONTEXT);
     if ((uintptr_t)stream <= 2) return CUDA_ERROR_INVALID_HANDLE;
-    drain(stream, 0);
+    drain(stream);
     stream->ended = true; /* its thread frees it */
     pthread_cond_broadcast(&changed);
     return CUDA_SUCCESS;
 }
-CUresult cuStreamSynchronize(CUstream stream) GIVES(CONTEXT, synchronize(stream))
-CUresult cuStreamQuery(CUstream stream)
-    GIVES(CONTEXT, is_busy(resolve(stream), 0, pushed) ? CUDA_ERROR_NOT_READY : sticky)
+CUresult cuCtxSynchronize(void) GIVES(CONTEXT, (drain_device(), sticky))
+CUresult cuStreamSynchronize(CUstream stream) GIVES(CONTEXT, (drain(resolve(stream)), sticky))
+CUresult cuStreamQuery(CUstream stream) GIVES(CONTEXT, is_busy(resolve(stream), pushed) ? CUDA_ERROR_NOT_READY : sticky)
 CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void *argument)
     GIVES(CONTEXT, push(stream, (struct operation){.what = CALL, .function = function, .argument = argument}))
 
@@ -124,9 +125,8 @@ CUresult cuEventCreate(CUevent *event, unsigned flags) {
     bool shared = flags & CU_EVENT_INTERPROCESS;
     if (shared && !(flags & CU_EVENT_DISABLE_TIMING)) return CUDA_ERROR_INVALID_VALUE;
     int fd = shared ? memfd_create("cusim-event", MFD_CLOEXEC) : -1;
-    if (shared && ftruncate(fd, sizeof **event)) return CUDA_ERROR_OUT_OF_MEMORY;
     *event = mmap(NULL, sizeof **event, PROT_READ | PROT_WRITE, MAP_SHARED | (shared ? 0 : MAP_ANONYMOUS), fd, 0);
-    if (*event == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
+    if (*event == MAP_FAILED || (shared && ftruncate(fd, sizeof **event))) return CUDA_ERROR_OUT_OF_MEMORY;
     **event = (struct CUevent_st){.owner = getpid(), .fd = fd};
     return CUDA_SUCCESS;
 }
