@@ -1,8 +1,9 @@
 """What is done about a worker's process that gives no sign of life, before it is given up: its clients avoid it.
 
 Called by `broker.logical_worker` at each of its looks. Clients whose model other workers serve as well read in their
-channels that this one is away, as after a death, and send new requests elsewhere; who has no choice waits. It may only
-be busy: what it answers ends it.
+channels that this one is away, nearly as after a death, and send new requests elsewhere; who has no choice waits. It
+may only be busy: when it answers, that ends. A sequence that begins does not avoid it where another client may look for
+one of the same id there (`clientlib.homes`): unlike a dead one, it may go on with what it had.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterable
 
 from broker.records import ChannelRecord
 from broker.worker_process import WorkerProcess
-from shm.layout import AWAY
+from shm.layout import AWAY, SILENT
 
 WORD = 8  # bytes
 _log = logging.getLogger(__name__)
@@ -42,4 +43,4 @@ def mark_away(record: ChannelRecord, *, away: bool) -> None:
     """Only while its worker is alive and has the channel: then nobody else writes that word. Written, not mapped: a
     channel's memory is mapped by the coroner alone.
     """
-    os.pwrite(record.memory, int(away).to_bytes(WORD, "little"), WORD * AWAY)
+    os.pwrite(record.memory, (SILENT if away else 0).to_bytes(WORD, "little"), WORD * AWAY)

@@ -56,8 +56,8 @@ class Homes:
         stays where it was, if that is up: there its START ends what it had before, which would keep its slot elsewhere.
         With several gateways it goes where all of them will look for it, and waits there if it must. The only gateway
         passes over a worker that is known to have died, and its sequences with it; not over one that the plan has not
-        reached, `unbound`: that may be stopped, and have a sequence of this id, with which steps would go on there that
-        the next gateway sends.
+        reached, or that does not respond, `unbound`: that may be stopped, and have a sequence of this id, with which
+        steps would go on there that the next gateway sends.
         """
         key = model, sequence_id
         with self._lock:

@@ -49,7 +49,7 @@ class Spread(Generic[L]):
             return self._freest()
         homes, workers = self._homes, self.workers
         if start:
-            home = homes.begin(self._model, sequence_id, workers, self._by_cost(), self.missing())
+            home = homes.begin(self._model, sequence_id, workers, self._by_cost(), self._may_live_on())
         else:
             home = homes.find(self._model, sequence_id, workers)
         if end:
@@ -60,6 +60,12 @@ class Spread(Generic[L]):
         """Workers without a binding."""
         return [worker for worker in self.workers if worker not in self.bounds]
 
+    def _may_live_on(self) -> list[str]:
+        """Workers that this plan has not reached, or that do not respond: not known to have lost their sequences."""
+        bounds = self.bounds.items()
+        silent = [worker for worker, bound in bounds if bound.channel.away and not bound.channel.replaced]
+        return [*self.missing(), *silent]
+
     def is_due(self) -> bool:
         """Is it time to try those without a binding again? True is taken as said: they are tried now."""
         if len(self.bounds) == len(self.workers) or _now_ns() - self._tried_ns < AGAIN_NS:
@@ -68,7 +74,7 @@ class Spread(Generic[L]):
         return True
 
     def _freest(self) -> str:
-        """The worker with the least to do, of those that are up; where none is, of all: any is waited for."""
+        """The worker with the least to do, of those that are up and respond; where none does, of all."""
         now = _now_ns()
         load = self._load.look(now)
         _, home = min(self._costs(load, now), key=_COST)

@@ -31,6 +31,7 @@ from shm.layout import (
     NOTE_BYTES,
     NOTED,
     PARKED,
+    REPLACED,
     RING,
     SENT,
     SUBMISSION,
@@ -173,8 +174,13 @@ class ClientChannel:
 
     @property
     def away(self) -> bool:
-        """Is the worker being replaced? What is submitted waits for its replacement."""
+        """Is the worker being replaced, or does it not respond? What is submitted waits."""
         return bool(self._words[AWAY])
+
+    @property
+    def replaced(self) -> bool:
+        """Is it being replaced? Then the sequences that it had are lost."""
+        return self._words[AWAY] == REPLACED
 
     def submit(
         self,

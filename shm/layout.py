@@ -12,8 +12,8 @@ Channel memfd (mapped by the client and the worker, both may write all of it):
     16  CTAIL     worker   completions published: THE COMMIT POINT, one store commits a whole batch
     24  ARMED     worker   0, or a stamp: ring me once for this stamp (a channel without traffic lately is armed),
                            or PARKED: do not ring, nothing can begin to run before the worker looks by itself
-    25  AWAY      broker   1 from a worker's death until its replacement has the channel (then written by the worker),
-                           and while its process does not respond
+    25  AWAY      broker   REPLACED from a worker's death until its replacement has the channel (which writes 0),
+                           SILENT while its process does not respond, which may yet go on with what it has
     26  AHEAD     worker   how long (ns, coarse) what waits and runs there will take, of all clients
     64  RING[4N]  client   slot | CANCEL; position p lies at p & (4N-1)
         SLOT[N]x8  client  one submission, `SUBMISSION`; word 7 is written by a cancel
@@ -40,6 +40,7 @@ from shm.memory import pages
 TAIL, CONSUMED, WAITING, SENT, ASKS = 8, 9, 10, 11, 12
 CTAIL, ARMED, AWAY, AHEAD = 16, 24, 25, 26
 PARKED = 1  # no stamp: those are times
+REPLACED, SILENT = 1, 2
 RING = 64
 CANCEL = 1 << 32  # in a RING word: look at the slot's cancel word
 

@@ -28,6 +28,7 @@ from shm.layout import (
     LEDGER_CTAIL,
     MARK,
     NOTE_BYTES,
+    REPLACED,
     RESPONDED,
     STARTED,
     SUBMISSION,
@@ -101,7 +102,7 @@ def bury(
     """
     endings: list[Ending] = []
     with contextlib.closing(WorkerChannel(memory_fd, ledger_fd, -1, pipe_fd, slots, {})) as channel:
-        channel.words[AWAY] = 1  # clients that have a choice send new requests elsewhere
+        channel.words[AWAY] = REPLACED  # clients that have a choice send new requests elsewhere
         _redo(channel)
         for request, state, entry in _unfinished(channel, now_ns):
             verdict = _sentence(request, state, retryable(entry[1]), alone(entry[1]))

@@ -53,7 +53,7 @@ class Session:
     def lane(self, worker: str, streams: bool = False) -> Session:
         return self
 
-    worker = "cpu/other"
+    worker, replaced = "cpu/other", False
 
     def seen(self, now: int) -> Seen:
         return Seen(0, 0, False, 0, 0, 0)

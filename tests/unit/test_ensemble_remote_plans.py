@@ -29,6 +29,11 @@ class Lane:
     def __init__(self, worker: str) -> None:
         self.worker = worker
         self.cost: int | None = 1000
+        self.silent = False
+
+    @property
+    def replaced(self) -> bool:
+        return self.cost is None and not self.silent
 
     def seen(self, now: int) -> Seen | None:
         return None if self.cost is None else Seen(0, self.cost, False, 0, 0, 0)
@@ -166,6 +171,13 @@ def test_a_sequence_does_not_begin_at_a_worker_that_is_being_replaced(session, m
     assert plan.home(1, False, 1, 0).worker == B, "those that began first are forgotten first"
     session.lanes[C].cost = None
     assert plan.home(16, True, 1, 0).worker == B, "where none is up, any is waited for"
+
+
+def test_a_sequence_begins_where_one_of_its_number_may_live_on(session):
+    """At a worker that does not respond, to which no other step goes."""
+    plan = bound(session, A, B, C)
+    session.lanes[B].cost, session.lanes[B].silent = None, True
+    assert [plan.home(number, True, 1, 0).worker for number in (1, 2, 4)] == [B, C, B]
 
 
 def test_what_is_let_go_is_let_go_once(session):

@@ -27,6 +27,7 @@ def test_clients_read_in_their_channels_that_it_is_away(twin: Twin) -> None:
     def look(owes_s: float) -> bool:
         process.owes_s = owes_s
         silence.look("cpu/left", process, [record_of(twin)], 1.0)
+        assert not client.replaced, "it may go on with the sequences that it has"
         return client.away
 
     assert [look(owes_s) for owes_s in (0.0, 0.9, 1.1)] == [False, False, False]

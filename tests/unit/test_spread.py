@@ -25,7 +25,7 @@ class Channel:
     def __init__(self) -> None:
         self.outstanding = self.ran = self.completed = self.told = 0
         self.failed = False
-        self.away = False
+        self.away = self.replaced = False
 
     def ahead(self) -> int:
         return self.told
@@ -34,13 +34,13 @@ class Channel:
 class Bench:
     """A plan on three workers; `now` is the time in ns."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *bound: str, shared: bool = False) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *bound: str, shared: bool = False, alone: bool = False) -> None:
         self.now = 10**12
         self.waits: dict[int, tuple[str, int]] = {}  # of senders: at which worker, and until when
         monkeypatch.setattr(spread, "_now_ns", lambda: self.now)
         self.channels = {worker: Channel() for worker in (A, B, C)}
         lanes = [SimpleNamespace(worker=worker, channel=channel) for worker, channel in self.channels.items()]
-        homes, load = Homes(shared=shared), Load(SimpleNamespace(all=lambda: lanes))
+        homes, load = Homes(shared=shared, alone=alone), Load(SimpleNamespace(all=lambda: lanes))
         link: Any = SimpleNamespace(homes=homes, load=load)
         prepared: Any = SimpleNamespace(workers=(A, B, C))
         self.spread: Spread[Any] = Spread("m", link, prepared)
@@ -242,6 +242,18 @@ def test_a_worker_that_is_being_replaced_gets_nothing_unless_all_are(bench: Benc
     assert bench.picks() == {B, C}
     bench.channels[B].away = bench.channels[C].away = True
     assert bench.picks() == {A, B, C}
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_through_the_only_gateway_a_sequence_begins_also_where_one_may_live_on(
+    monkeypatch: pytest.MonkeyPatch, replaced: bool
+) -> None:
+    """A worker that does not respond gets no other request, but may go on with a sequence of the same id."""
+    bench = Bench(monkeypatch, shared=True, alone=True)
+    bench.channels[A].away, bench.channels[A].replaced = True, replaced
+    assert bench.picks() == {B, C}
+    begun = {bench.spread.pick((number, True, False)) for number in range(1, 60)}
+    assert begun == ({B, C} if replaced else {A, B, C})
 
 
 def test_those_without_a_binding_are_tried_every_second(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,7 @@ class Lane:
             self._channel.cancel(sends.ident)
 
     def seen(self, now: int) -> Seen | None:
-        """What a step would find there; None: its worker is being replaced."""
+        """What a step would find there; None: its worker is being replaced, or does not respond."""
         channel, idle_ns = self._channel, now - self._used_ns
         if channel is None:
             return Seen(len(self._line), 0, False, idle_ns, 0, 0)
@@ -124,6 +124,11 @@ class Lane:
             self._moved = completed, now
         stuck_ns = now - self._moved[1]
         return Seen(outstanding + len(self._line), ran_ns, channel.failed, idle_ns, stuck_ns, channel.ahead())
+
+    @property
+    def replaced(self) -> bool:
+        """Is its worker being replaced? Then the sequences that it had are lost."""
+        return self._channel is not None and self._channel.replaced
 
     def ended(self, sends: Sends) -> None:
         """It has its completion; called by `settle`."""

@@ -111,10 +111,12 @@ class Bound:
         return best or lanes[turn % len(lanes)]
 
     def home(self, number: int, start: bool, now: int, turn: int) -> Lane:
-        """The lane for a step of a sequence: the same for all of them. `start`: it begins, at a worker that is up."""
+        """The lane for a step of a sequence: the same for all of them. `start`: it begins, not at a worker that is
+        being replaced. One that does not respond may have a sequence of this number, and go on with it: there it waits.
+        """
         homes, workers = self._session.homes, self._workers
         worker = homes.find(self._member, number, workers)
-        if start and len(workers) > 1 and self._lane(worker).seen(now) is None:
+        if start and len(workers) > 1 and self._lane(worker).replaced:
             best = least_of([self._lane(each) for each in workers], now, turn)
             if best is not None:
                 worker = best.worker
