@@ -297,6 +297,7 @@ class AsyncStreams(Protocol):
 # --- what all transports say the same way -------------------------------------------------------------------------
 
 _REQUEST_ID = re.compile(r"^\[request id: [^\]]*\] ")
+_UNLOADED = re.compile(r"Request for unknown model: '([^']+)' has no available versions: unloaded")
 _RESTRICTED = re.compile(r"This (?:API|protocol) is restricted, expecting header '([^']+)'")
 _APIS: dict[type[Word], str] = {  # Triton's names of what is restricted; everything else runs models
     Live: "health",
@@ -314,12 +315,15 @@ _APIS: dict[type[Word], str] = {  # Triton's names of what is restricted; everyt
 def plain(text: str, word: Word | None = None) -> str:
     """A server's error text without the request's id, which whoever gets the error here knows.
 
-    What `word` (None: a request) needs a header for is told with how to send it, behind the server's text.
+    What `word` (None: a request) needs a header for is told with how to send it, behind the server's text; of a model
+    that was unloaded, how it comes back.
     """
     text = _REQUEST_ID.sub("", text)
     if missing := _RESTRICTED.fullmatch(text):
         api = _APIS[type(word)] if word is not None else "inference"
         text += f" with its value for '{api}': clientlib.connect(url, headers={{'{missing[1]}': value}})"
+    elif gone := _UNLOADED.fullmatch(text):
+        text += f"; client.load('{gone[1]}') loads it, if it is in the repository"
     return text
 
 

@@ -107,6 +107,14 @@ def test_headers_for_a_run_directory(tmp_path):
         clientlib.connect(tmp_path, headers={"key": "x"})
 
 
+def test_a_model_that_was_unloaded_is_told_with_the_remedy():
+    text = "Request for unknown model: 'm' has no available versions"
+    remedy = "client.load('m') loads it, if it is in the repository"
+    assert plain(f"[request id: <id_unknown>] {text}: unloaded") == f"{text}: unloaded; {remedy}"
+    assert plain(f"{text}: no such file") == f"{text}: no such file"
+    assert plain(text) == text, "of a server that does not say why, nobody knows what helps"
+
+
 def test_what_is_restricted_is_told_with_the_remedy():
     text = "This API is restricted, expecting header 'x-key'"
     remedy = "clientlib.connect(url, headers={'x-key': value})"
