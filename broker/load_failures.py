@@ -79,6 +79,22 @@ def versions_failed(model: str, reasons: Mapping[int, str]) -> InferError:
     return InferError(Code.INVALID_ARG, f"load failed for model '{model}': {''.join(parts)}")
 
 
+class Unclosed(str):
+    """Why a version that has been unloaded ended only with its worker."""
+
+    __slots__ = ()
+
+
+def not_unloaded(model: str, problems: Mapping[int, str]) -> InferError:
+    """For whoever asked for the unload. `problems` by version."""
+    failed = ",".join(str(number) for number, why in sorted(problems.items()) if not isinstance(why, Unclosed))
+    if failed:
+        return InferError(Code.INTERNAL, f"failed to unload '{model}', versions that are still available: {failed}")
+    return InferError(
+        Code.INTERNAL, f"'{model}' is unloaded, but {'; '.join(problems.values())}: its worker is being replaced"
+    )
+
+
 def _closed(why: str) -> str:
     """With Triton's semicolon: behind the reason, not behind the fix that stands in the lines below it."""
     first, line, rest = why.partition("\n")

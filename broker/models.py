@@ -237,10 +237,7 @@ class Models(Catalogue):
                 if not ensembles_of(self, member) and not self.leases.refusal(member):
                     await self.unload(member, dependents=True)
         if problems:
-            versions = ",".join(map(str, sorted(problems)))
-            raise InferError(
-                Code.INTERNAL, f"failed to unload '{model}', versions that are still available: {versions}"
-            )
+            raise load_failures.not_unloaded(model, problems)
 
     def _begun(self, model: str, load: asyncio.Task[None] | None) -> None:
         """Whoever asks from now on gets another load."""

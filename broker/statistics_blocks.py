@@ -30,6 +30,7 @@ from shm.statistics import (
     CANCELLED,
     CLOSED,
     CLOSED_BY,
+    CLOSING,
     COPIED,
     EXECUTIONS,
     EXPIRED,
@@ -65,6 +66,7 @@ from shm.statistics import (
     StatisticsPage,
 )
 
+_AT_WORK = (BATCH, PENDING, LASTING, CLOSING)
 Owner = tuple[str, int]  # (model, version), or (worker key, 0)
 
 
@@ -161,14 +163,13 @@ class StatisticsBlocks:
     def abandon(self, blocks: Sequence[int]) -> None:
         """The process that wrote these blocks is dead: nothing runs there and nothing is queued."""
         for block in blocks:
-            self.page.words[block * BLOCK + BATCH] = 0
-            self.page.words[block * BLOCK + PENDING] = 0
-            self.page.words[block * BLOCK + LASTING] = 0
+            for word in _AT_WORK:
+                self.page.words[block * BLOCK + word] = 0
 
     def at_work(self, blocks: Iterable[int]) -> bool:
-        """Does something wait or run in one of these blocks?"""
+        """Does something wait or run in one of these blocks, or is it being closed?"""
         words = self.page.words
-        return any(words[block * BLOCK + at] for block in blocks for at in (BATCH, PENDING, LASTING))
+        return any(words[block * BLOCK + at] for block in blocks for at in _AT_WORK)
 
     def abandon_worker(self, key: str) -> None:
         """Its process is gone and no other one is to come: what it had shows no more. Counters stay."""
@@ -177,8 +178,12 @@ class StatisticsBlocks:
             words[word] = 0
 
     def busy(self, model: str, version: int) -> bool:
-        """Does one of its requests wait or run?"""
-        return any(block[PENDING] or block[BATCH] or block[LASTING] for block in self._of((model, version)))
+        """Does one of its requests wait or run, or is it being closed?"""
+        return any(block[word] for block in self._of((model, version)) for word in _AT_WORK)
+
+    def closing(self, model: str, version: int) -> bool:
+        """Does `close` of its backend go on?"""
+        return any(block[CLOSING] for block in self._of((model, version)))
 
     def last_ms(self, model: str, version: int) -> int:
         """When it last ran: wall clock, ms since the epoch; 0: never."""

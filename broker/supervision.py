@@ -18,6 +18,9 @@ HANG_FLOOR_S = 10.0
 HANG_FACTOR = 10
 HANG_UNMEASURED_S = 120.0
 
+CLOSE_PART = 10  # of the time that a load may take, the end of what was loaded may take one
+CLOSE_FLOOR_S = 5.0
+
 TRUNCATED_REGIONS = 3  # of one session within BLAME_WINDOW_NS
 PING_EVERY_S = 5.0
 PING_LIMIT_S = 30.0
@@ -150,6 +153,11 @@ def hang_limit_s(expected_ns: int, hang_timeout_s: float) -> float:
     if expected_ns == 0:
         return HANG_UNMEASURED_S
     return max(HANG_FLOOR_S, HANG_FACTOR * expected_ns / 1e9)
+
+
+def close_limit_s(load_s: float) -> float:
+    """How long `close` of a model's backend may take, where a load may take `load_s`."""
+    return max(CLOSE_FLOOR_S, load_s / CLOSE_PART)
 
 
 @final

@@ -9,13 +9,14 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import os
 import time
 from collections.abc import Awaitable, Iterator
 from typing import final
 
 from broker.catalogue import LOADING, READY, UNAVAILABLE, UNLOADED, UNLOADING, Catalogue, Version
-from broker.load_failures import for_clients
+from broker.load_failures import Unclosed, for_clients
 from broker.logical_worker import Worker
 from broker.model_memory import ModelMemory
 from broker.model_sizes import resident
@@ -27,6 +28,8 @@ from shm.errors import Code, InferError
 
 LOADS = 4  # at a time, as in Triton
 DRAIN_LOOK_S = 0.05
+CLOSE_LOOK_S = 0.01  # most models are closed at once
+CLOSED_SOON_S = 1.0  # for the versions that a load leaves behind
 
 _log = logging.getLogger(__name__)
 
@@ -86,17 +89,23 @@ class VersionLife:
                 return dict.fromkeys(config.versions, no_room)
             reasons = await asyncio.gather(*(self._load(config, number, files) for number in config.versions))
             gone = {number: found for number, found in versions.items() if number not in config.versions}
-            await self.unload(config.name, gone)
+            await self.unload(config.name, gone, patience_s=CLOSED_SOON_S)
         finally:
             await self._memory.loaded(config.name)
             await self.tidy(versions, files)
         return {number: reason for number, reason in zip(config.versions, reasons, strict=True) if reason}
 
-    async def unload(self, model: str, versions: dict[int, Version], reason: str = UNLOADED) -> dict[int, str]:
-        """Returns when new requests for `versions` end; those accepted are finished meanwhile. Says what failed."""
+    async def unload(
+        self, model: str, versions: dict[int, Version], reason: str = UNLOADED, *, patience_s: float = math.inf
+    ) -> dict[int, str]:
+        """Returns when new requests for `versions` end; those accepted are finished meanwhile. Says what failed.
+
+        Of those without any, when they are closed, which goes on in the background after `patience_s`. (That it ends at
+        some time is up to `broker.workers`.)
+        """
         serving = {number: found for number, found in versions.items() if found.generation}
         files = {found.files for found in serving.values()}
-        problems = await asyncio.gather(*(self._unload(model, *each, reason) for each in serving.items()))
+        problems = await asyncio.gather(*(self._unload(model, *each, reason, patience_s) for each in serving.items()))
         for path in files:
             await self.tidy(self._catalogue.known[model].versions, path)
         return {number: problem for number, problem in zip(serving, problems, strict=True) if problem}
@@ -219,9 +228,10 @@ class VersionLife:
         if version.generation and not version.workers:
             version.state, version.reason, version.generation = UNAVAILABLE, UNLOADED, 0
 
-    async def _unload(self, model: str, number: int, version: Version, reason: str) -> str:
+    async def _unload(self, model: str, number: int, version: Version, reason: str, patience_s: float) -> str:
         """One version. Returns why it failed, "" if it did not."""
         version.state, version.reason, version.generation = UNLOADING, "", 0
+        self._workers.unclosed.pop((model, number), None)
         problem = ""
         unloads = (self._leave(worker, model, number) for worker in version.workers)
         for error in await asyncio.gather(*unloads, return_exceptions=True):
@@ -230,6 +240,8 @@ class VersionLife:
                 problem = error.message
             elif error is not None:
                 raise error
+        if self._workers.blocks.closing(model, number):
+            problem = problem or await self._closed(model, number, patience_s)
         if self._workers.blocks.busy(model, number):
             task = asyncio.create_task(self._drained(model, number, version, reason), name=f"{model}:{number} drains")
             self._draining.add(task)
@@ -238,11 +250,26 @@ class VersionLife:
             self._ended(model, number, version, reason)
         return problem
 
+    async def _closed(self, model: str, number: int, patience_s: float) -> str:
+        """Returns when nothing of it is being closed any more, and how that ended, "" if it went well."""
+        quiet, until = 0, time.monotonic() + patience_s  # looks in a row: instances are closed one after another
+        while quiet < 2 and time.monotonic() < until:
+            await asyncio.sleep(CLOSE_LOOK_S)
+            quiet = 0 if self._workers.blocks.closing(model, number) else quiet + 1
+        return self._unclosed(model, number)
+
+    def _unclosed(self, model: str, number: int) -> str:
+        problem = self._workers.unclosed.pop((model, number), "")
+        if problem:
+            _log.error("'%s' version %d is unloaded, but %s", model, number, problem)
+        return Unclosed(problem)
+
     async def _drained(self, model: str, number: int, version: Version, reason: str) -> None:
         quiet = 0  # looks in a row: a request that goes from the queue to an instance shows in neither for a moment
         while quiet < 2 and version.state == UNLOADING:
             await asyncio.sleep(DRAIN_LOOK_S)
             quiet = 0 if self._workers.blocks.busy(model, number) else quiet + 1
+        self._unclosed(model, number)
         self._ended(model, number, version, reason)
 
     def _ended(self, model: str, number: int, version: Version, reason: str) -> None:

@@ -21,6 +21,7 @@ from broker.repository.placement import DEFAULT, gpu_of
 from broker.repository.scheduling import Allowance
 from broker.statistics_blocks import StatisticsBlocks
 from broker.supervision import (
+    CLOSE_FLOOR_S,
     LOAD_S,
     PING_EVERY_S,
     PING_LIMIT_S,
@@ -29,13 +30,14 @@ from broker.supervision import (
     HangWatch,
     Offenders,
     Running,
+    close_limit_s,
     hang_limit_s,
 )
 from broker.worker.messages import Predecessor, Start
 from broker.worker_process import WorkerProcess
 from broker.zygote_link import Zygote
 from shm.errors import Code, InferError
-from shm.statistics import BATCH, BLOCK, EXPECTED, STARTED
+from shm.statistics import BATCH, BLOCK, CLOSING, EXPECTED, STARTED
 
 SAMPLE_S = 0.25
 WORKER_ENTRY = "broker.worker.process"
@@ -61,6 +63,7 @@ class Workers:
     """
 
     __slots__ = (
+        "_closings",
         "_hangs",
         "_offenders",
         "_stopping",
@@ -69,6 +72,7 @@ class Workers:
         "_zygote",
         "blocks",
         "cache_byte_size",
+        "close_s",
         "cuda_peers",
         "gpu_uuid",
         "load_s",
@@ -84,6 +88,7 @@ class Workers:
         "plans",
         "rate_limit",
         "rest_after_s",
+        "unclosed",
     )
 
     def __init__(
@@ -111,6 +116,7 @@ class Workers:
         self.model_load_deaths = model_load_deaths
         self.model_loads = model_loads
         self.load_s = load_s
+        self.close_s = close_limit_s(load_s)
         self.loads = LoadWatch(load_s)
         self.cache_byte_size = cache_byte_size
         self.rate_limit = rate_limit
@@ -127,6 +133,8 @@ class Workers:
         self._zygote = Zygote(entry)
         self._workers: dict[str, Worker] = {}
         self._hangs = HangWatch()
+        self._closings = HangWatch()
+        self.unclosed: dict[tuple[str, int], str] = {}  # (model, version) → how `close` of it ended with its worker
         self._offenders = Offenders()
         self._watch: asyncio.Task[None] | None = None
         self._stopping = False
@@ -222,6 +230,7 @@ class Workers:
     def _sample(self, now_ns: int) -> None:
         words = self.blocks.page.words
         running: list[Running] = []
+        closing: list[Running] = []
         owners: dict[int, Worker] = {}
         for worker in self:
             busy = False
@@ -231,18 +240,36 @@ class Workers:
                     running.append(Running(block, words[at + STARTED], words[at + EXPECTED], timeout_s))
                     owners[block] = worker
                     busy = True
+                if began_ns := words[at + CLOSING]:
+                    closing.append(Running(block, began_ns, 0, self.close_s))
+                    owners[block] = worker
+                    busy = True
             worker.look_after(busy, now_ns)
             if worker.key != DEFAULT and worker.let_rest(self.blocks.at_work(worker.instances), now_ns):
                 del self._workers[worker.key]
                 worker.forget()
                 self.blocks.give_back_worker(worker.key)
         for hung in self._hangs.sample(running, now_ns):
-            batch, ran_s = words[hung.block * BLOCK + BATCH], (now_ns - hung.started_ns) / 1e9
-            limit_s = hang_limit_s(hung.expected_ns, hung.hang_timeout_s)
-            name, version = self.blocks.owner(hung.block)
-            what = f"a batch of {batch} for {ran_s:.1f} s"
-            limit = f"the limit is {limit_s:.1f} s (model parameter hang_timeout_s)"
-            owners[hung.block].kill(
-                f"hung: model '{name}' version {version} had run {what}, {limit}",
-                f"model '{name}' version {version} hung: it had run {what} without a sign of life, {limit}",
-            )
+            self._end_hung(hung, owners[hung.block], now_ns)
+        for unclosed in self._closings.sample(closing, now_ns):
+            self._end_unclosed(unclosed, owners[unclosed.block])
+
+    def _end_hung(self, hung: Running, worker: Worker, now_ns: int) -> None:
+        batch = self.blocks.page.words[hung.block * BLOCK + BATCH]
+        ran_s = (now_ns - hung.started_ns) / 1e9
+        limit_s = hang_limit_s(hung.expected_ns, hung.hang_timeout_s)
+        name, version = self.blocks.owner(hung.block)
+        what = f"a batch of {batch} for {ran_s:.1f} s"
+        limit = f"the limit is {limit_s:.1f} s (model parameter hang_timeout_s)"
+        worker.kill(
+            f"hung: model '{name}' version {version} had run {what}, {limit}",
+            f"model '{name}' version {version} hung: it had run {what} without a sign of life, {limit}",
+        )
+
+    def _end_unclosed(self, unclosed: Running, worker: Worker) -> None:
+        name, version = owner = self.blocks.owner(unclosed.block)
+        text = self.unclosed[owner] = (
+            f"'close' of the backend of model '{name}' version {version}, which serves nobody any more, did not end "
+            f"within {self.close_s:g} s (a tenth of --model-load-timeout-secs, at least {CLOSE_FLOOR_S:g} s)"
+        )
+        worker.kill(text)

@@ -45,7 +45,8 @@ FULL, PREFERRED, DELAY, IDLE = range(len(CLOSED_BY))
 # What a replacement of the worker judges hangs by until it has measured something itself
 LONGEST = CLOSED + len(CLOSED_BY)  # ns: the longest run of any size, or preparation of one, since the load
 LARGEST = LONGEST + 1  # 1 + rows of the largest batch among those runs; 0: none was measured
-BATCHES = LARGEST + 1  # 4 words per batch size 1..MAX_BATCH: executions, input ns, infer ns, output ns
+CLOSING = LARGEST + 1  # CLOCK_MONOTONIC ns when `close` of the backend began that goes on; 0: none does
+BATCHES = CLOSING + 1  # 4 words per batch size 1..MAX_BATCH: executions, input ns, infer ns, output ns
 RESPONSE_WORDS, RESPONSE_INDICES = 10, 32  # later responses of a request are counted at the last index
 RESPONSES = BLOCK - RESPONSE_WORDS * RESPONSE_INDICES  # of decoupled models, see `broker.worker.response_statistics`
 MAX_BATCH = (RESPONSES - BATCHES) // 4  # larger batches are counted at this size

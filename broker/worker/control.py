@@ -168,7 +168,8 @@ class Control:
             self._when(lambda: self._models.has_ended(load), lambda: self._acknowledge(message.id))
         else:
             unloaded = self._models.unload(*load[:2], self._all_plans, message.generation)
-            self._acknowledge(message.id, messages.UNLOADED if unloaded else "")
+            detail = messages.UNLOADED if unloaded else ""
+            self._when(self._loop.looked(), lambda: self._acknowledge(message.id, detail))
         return False
 
     def _in_thread(self, message: messages.LoadInstances, work: Callable[[], None]) -> None:

@@ -92,6 +92,14 @@ class Counted:
         for each in took:
             block[statistics.LATENCY + statistics.bucket(each)] += 1
 
+    def leaves(self) -> None:
+        """Its backend is about to be closed: the broker sees for how long that goes on."""
+        self.block[statistics.CLOSING] = time.monotonic_ns()
+
+    def has_left(self) -> None:
+        """It is closed."""
+        self.block[statistics.CLOSING] = 0
+
     def count_copy(self, reason: str, byte_size: int) -> None:
         """Every copied byte is counted, with its reason."""
         self.block[statistics.COPIED + statistics.REASONS.index(reason)] += byte_size

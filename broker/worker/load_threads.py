@@ -1,8 +1,8 @@
-"""Threads that load models: one that has loaded is used again for the next load.
+"""Threads that load models, or close them: one that has loaded is used again for the next load.
 
-Used by `broker.worker.control`. A load may take minutes, or never end, so it has a thread of its own. A new thread for
-each would be given another of the allocator's arenas, and each arena keeps some megabytes of large models that were
-loaded in it.
+Used by `broker.worker.control` and `broker.worker.loop`. A load may take minutes, or never end, so it has a thread of
+its own; the same goes for the end of a model. A new thread for each would be given another of the allocator's arenas,
+and each arena keeps some megabytes of large models that were loaded in it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ _Work = Callable[[], None]
 
 @final
 class LoadThreads:
-    """As many as there have ever been loads at the same time."""
+    """As many as there have ever been loads at the same time. `name`: of each."""
 
-    __slots__ = ("_idle", "_lock")
+    __slots__ = ("_idle", "_lock", "_name")
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "load") -> None:
+        self._name = name
         self._lock = threading.Lock()
         self._idle: list[SimpleQueue[_Work]] = []
 
@@ -31,7 +32,7 @@ class LoadThreads:
             mailbox = self._idle.pop() if self._idle else None
         if mailbox is None:
             mailbox = SimpleQueue()
-            threading.Thread(target=self._serve, args=(mailbox,), name="load", daemon=True).start()
+            threading.Thread(target=self._serve, args=(mailbox,), name=self._name, daemon=True).start()
         mailbox.put(work)
 
     def _serve(self, mailbox: SimpleQueue[_Work]) -> None:

@@ -14,6 +14,7 @@ from typing import final
 
 from broker.worker.backlog import Backlog
 from broker.worker.batch import SHORT_NS, Batch, by_channel, worth_taking
+from broker.worker.closing import Closing
 from broker.worker.endings import count_endings
 from broker.worker.ensembles.inline import lone_run
 from broker.worker.execute import run_batch
@@ -57,6 +58,8 @@ class Loop:
         self._backlog = Backlog(self.scheduler)
         self._held = Held(self.submit, self.end, self.take_back)
         self._taken = 0  # since the last flush
+        self._closing = Closing()
+        self._watches = 0
         self._watch_fd = watch_fd  # wakes the control thread: look after the leader
 
     # --- called by the control thread ---------------------------------------------------------------------------
@@ -105,13 +108,20 @@ class Loop:
         self.scheduler.retire(model, _now() if replaced else 0)
         self.ask_for_watch()
 
+    def looked(self) -> Callable[[], bool]:
+        """Tells whether there was a `watch` since: a retired model that had nothing to do is being closed then."""
+        seen = self._watches
+        self.ask_for_watch()
+        return lambda: self._watches > seen
+
     def watch(self, now: int) -> None:
         """The control thread's look after the leader, every 10 ms while there is traffic."""
+        self._watches += 1
         self.turn.depose(now, DEPOSE_NS)
         left = self.scheduler.look_at_models(now)
         self._backlog.look(self._attached, now, self.turn.overdue)
         self._block[statistics.IN_FLIGHT] = self.scheduler.in_flight()  # streams end on threads that tell nobody
-        self.scheduler.close_retired(now)
+        self.scheduler.close_retired(now, self._closing.begin)
         if not left and self._quiet(now):
             self.busy = False
             if not self._quiet(now):  # traffic that came in between saw that somebody looks
@@ -137,7 +147,8 @@ class Loop:
 
     def finished(self) -> bool:
         """Has everything that was admitted ended? What is refused comes and goes as fast as clients ask."""
-        return self.scheduler.idle() and not any(request.started for request in self.live_requests())
+        idle = self.scheduler.idle() and not self._closing
+        return idle and not any(request.started for request in self.live_requests())
 
     def live_requests(self) -> Iterable[Request]:
         """Every request taken and not ended, of all channels: a session's end does not stop what runs for it."""

@@ -108,6 +108,7 @@ class Instance(Counted):
             self.model.runner.forget(self)
         self.buffers.clear()
         self._scratch.clear()
+        self.leaves()
         try:
             self.runtime.close()
         except BaseException as error:
@@ -115,6 +116,7 @@ class Instance(Counted):
             complain(self.model.config, error)
             forget_frames(error)
         self.runtime = NoRuntime()  # the model and its instances refer to each other until Python looks for cycles
+        self.has_left()
 
     def bind(
         self, inputs: list[Operand], outputs: list[Operand], rows: int, parameters: Mapping[str, Parameter]

@@ -1,17 +1,25 @@
-"""When a model that was unloaded or replaced may be closed. Used by `broker.worker.scheduler`, under its lock."""
+"""When a model that was unloaded or replaced may be closed, and its end. Used by `broker.worker.scheduler`."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from broker.worker.model import LoadedModel, not_loaded
+from broker.worker.model import Instance, LoadedModel, not_loaded
 from broker.worker.sequences import Sequences
+from broker.worker.trim import trim
 from shm.admission import Request
+
+Begin = Callable[[Callable[[], None]], None]
+
+
+def here(work: Callable[[], None]) -> None:
+    """Do it in this thread."""
+    work()
 
 
 def needed(model: LoadedModel, now: int) -> bool:
-    """Does it have work, or will it have?"""
+    """Does it have work, or will it have? Under the scheduler's lock, like what follows up to `close`."""
     queue = model.queue
     return bool(len(queue) or model.pins or model.held or (isinstance(queue, Sequences) and queue.goes_on(now)))
 
@@ -44,3 +52,24 @@ def plans_of(model: LoadedModel) -> object:
     """Equal for models that take each other's plans."""
     config = model.config
     return config.name, model.version, config.input, config.output, config.max_batch_size, config.decoupled
+
+
+def close(models: Sequence[LoadedModel], surplus: Sequence[Instance], begin: Begin) -> None:
+    """Give back what these take. `begin` is given the work: a backend's `close` may never return.
+
+    That it goes on shows in the statistics page before this returns.
+    """
+    leaving = [*surplus, *(instance for model in models for instance in model.instances)]
+    if not leaving:
+        return
+
+    def work() -> None:
+        for instance in surplus:
+            instance.flush()
+            instance.close()
+        for model in models:
+            model.close()
+        trim()
+
+    leaving[0].leaves()
+    begin(work)

@@ -15,9 +15,8 @@ from broker.worker.deadlines import Deadlines
 from broker.worker.model import Instance, LoadedModel
 from broker.worker.queues import Row
 from broker.worker.rate_limiter import Pool, RateLimiter, claims_of, idle
-from broker.worker.retirement import claim, needed, predecessor
+from broker.worker.retirement import Begin, claim, close, here, needed, predecessor
 from broker.worker.sequences import Sequences
-from broker.worker.trim import trim
 from broker.worker.turn import Turn
 from shm import statistics
 from shm.admission import EXPIRED, Request, Verdict
@@ -378,8 +377,8 @@ class Scheduler:
             if len(model.instances) > count and model not in self.shrinking:
                 self.shrinking.append(model)
 
-    def close_retired(self, now: int = 0) -> None:
-        """Close the retired models that have nothing left to do, and instances that are too many."""
+    def close_retired(self, now: int = 0, begin: Begin = here) -> None:
+        """Close the retired models that have nothing left to do, and instances that are too many. `begin`: where."""
         if not (self.retired or self.shrinking):
             return
         with self.lock:
@@ -389,11 +388,6 @@ class Scheduler:
             done = [m for m in self.retired if not needed(m, now) and m not in wanted and claim(m)]
             self.retired = [m for m in self.retired if m not in done]
             self.timed = [m for m in self.timed if m not in done]
-        for instance in surplus:
-            instance.flush()
-            instance.close()
         for model in done:
             self.forget(model)
-            model.close()
-        if done or surplus:
-            trim()
+        close(done, surplus, begin)

@@ -1,4 +1,6 @@
-"""Loads that never return: an unload ends them, others go on, the broker stops in time. Real loader and workers."""
+"""Loads that never return: an unload ends them, others go on, the broker stops in time. And ends of models that never
+return. Real loader and workers.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,18 @@ def load(context):
         file.write(f"{os.getpid()}\\n")
     while os.path.exists(f"{root}/endless"):
         time.sleep(0.01)
-    return Model()
+    return Model(root)
 
 class Model:
+    def __init__(self, root):
+        self.root = root
+
     def bind(self, inputs, outputs):
         return Run(inputs[0], outputs[0])
 
     def close(self):
-        pass
+        while os.path.exists(f"{self.root}/unclosed"):
+            time.sleep(0.01)
 
 class Run:
     def __init__(self, x, y):
@@ -147,6 +153,46 @@ async def test_a_reload_that_was_ended_leaves_what_serves(repository: Path, monk
         worker = served.workers_for("slow")[0]
         await until(lambda: not worker._state._ending)
         assert worker.restarts == 0
+
+
+@in_loop
+async def test_an_end_that_takes_long_is_waited_for_and_keeps_nobody_else_waiting(repository: Path) -> None:
+    (repository / "../endless").unlink()
+    (repository / "../unclosed").touch()
+    async with serving(repository, "slow") as served:
+        worker = served.workers_for("slow")[0]
+        unloading = asyncio.create_task(served.unload("slow"))
+        await until(lambda: served.known["slow"].versions[1].state == "UNLOADING")
+        await served.load("add1")
+        assert served.workers_for("add1") == (worker,)
+        assert not unloading.done()
+        (repository / "../unclosed").unlink()
+        await unloading
+        assert served.known["slow"].versions[1].state == "UNAVAILABLE"
+        assert worker.restarts == 0
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@in_loop
+async def test_an_end_that_never_comes_ends_with_its_process_and_is_named(repository: Path, replaced: bool) -> None:
+    (repository / "../endless").unlink()
+    (repository / "../unclosed").touch()
+    async with serving(repository, "add1", "slow") as served:
+        worker = served.workers_for("slow")[0]
+        worker._owner.close_s = 0.3
+        text = (
+            "'close' of the backend of model 'slow' version 1, which serves nobody any more, did not end within 0.3 s "
+            "(a tenth of --model-load-timeout-secs, at least 5 s)"
+        )
+        if replaced:
+            change(repository, 1)
+            await served.load("slow")  # nobody waits for the end of what it replaces
+        else:
+            refused = (await refusal(served.unload("slow"))).message
+            assert refused == f"'slow' is unloaded, but {text}: its worker is being replaced"
+        await until(lambda: worker.restarts == 1 and worker.state == "ready")
+        assert worker.last_death == text
+        assert {row.name for row in served.all() if row.state == "READY"} == {"add1", *(["slow"] if replaced else [])}
 
 
 def test_a_lease_that_waits_for_an_endless_load_keeps_no_other_call_waiting(repository: Path, tmp_path: Path) -> None:

@@ -92,10 +92,12 @@ def test_a_worker_that_is_gone_gives_its_block_back_and_its_cache_goes_on_counti
 def test_what_waits_or_runs_in_blocks_is_seen(blocks):
     taken = blocks.take(("m", 1), 3)
     assert not blocks.at_work(taken)
-    for word in (words.BATCH, words.PENDING, words.LASTING):
+    for word in (words.BATCH, words.PENDING, words.LASTING, words.CLOSING):
         blocks.page.block(taken[2])[word] = 1
         assert blocks.at_work(taken)
         assert not blocks.at_work(taken[:2])
+        assert blocks.busy("m", 1)
+        assert blocks.closing("m", 1) is (word == words.CLOSING)
         blocks.page.block(taken[2])[word] = 0
 
 
@@ -111,9 +113,9 @@ def test_given_back_blocks_are_zero_when_taken_again(blocks):
 def test_a_dead_process_runs_and_queues_nothing(blocks):
     (block,) = blocks.take(("m", 1), 1)
     page = blocks.page.block(block)
-    page[words.BATCH], page[words.PENDING], page[words.SUCCESS] = 4, 7, 9
+    page[words.BATCH], page[words.PENDING], page[words.SUCCESS], page[words.CLOSING] = 4, 7, 9, 5
     blocks.abandon([block])
-    assert (page[words.BATCH], page[words.PENDING], page[words.SUCCESS]) == (0, 0, 9)
+    assert (page[words.BATCH], page[words.PENDING], page[words.SUCCESS], page[words.CLOSING]) == (0, 0, 9, 0)
 
 
 def test_counters_of_instances_are_added_up_in_tritons_form(blocks):

@@ -14,11 +14,16 @@ from broker.supervision import (
     Pulse,
     Running,
     Truncations,
+    close_limit_s,
     hang_limit_s,
 )
 
 S = 1_000_000_000
 A, B, C = ("a", 1, 1), ("b", 1, 2), ("c", 1, 3)
+
+
+def test_the_end_of_a_model_may_take_a_tenth_of_what_its_load_may():
+    assert [close_limit_s(load_s) for load_s in (600, 80, 1)] == [60, 8, 5]
 
 
 def test_back_off_grows_and_stays_at_its_end():
