@@ -361,9 +361,9 @@ def test_coroners_keep_nothing_open(twin):
         submit(client, position)
     worker = twin.worker({PLAN: Plan(output_positions=3)})
     worker.start(take(worker))
-    before = os.listdir("/proc/self/fd")
     gc.disable()  # closed at once, not whenever a cycle is found
     try:
+        before = os.listdir("/proc/self/fd")
         assert bury_in(twin, LATER) == []
         assert os.listdir("/proc/self/fd") == before
         assert end_all_in(twin) == 3
