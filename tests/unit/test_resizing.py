@@ -76,6 +76,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Table]:
 
 def test_more_and_fewer_instances_of_a_model_that_goes_on(table):
     kept = list(table.model.instances)
+    runtime = kept[1].runtime
     assert table.load(table.config(4)) is table.model
     assert table.loads == ["m_0_2", "m_0_3"]
     assert table.names() == ["m_0_0", "m_0_1", "m_0_2", "m_0_3"]
@@ -84,7 +85,7 @@ def test_more_and_fewer_instances_of_a_model_that_goes_on(table):
     assert table.load(table.config(1)) is table.model
     table.loop.scheduler.close_retired()
     assert table.model.instances == table.model.free == kept[:1]
-    assert kept[1].runtime._session is None, "its memory is given back"
+    assert runtime._session is None, "its memory is given back"
     assert table.load(table.config(2)) is table.model
     assert table.loads == ["m_0_2", "m_0_3", "m_0_1"]
     assert table.loop.scheduler.retired == []
@@ -93,6 +94,7 @@ def test_more_and_fewer_instances_of_a_model_that_goes_on(table):
 
 def test_an_instance_that_runs_goes_when_it_is_done(table):
     first, second = table.model.instances
+    runtime = second.runtime
     running = table.model.free.pop()
     table.load(table.config(1))
     table.loop.scheduler.close_retired()
@@ -102,7 +104,7 @@ def test_an_instance_that_runs_goes_when_it_is_done(table):
     table.loop.scheduler.close_retired()
     assert table.model.instances == table.model.free == [first]
     assert table.loop.scheduler.shrinking == []
-    assert second.runtime._session is None
+    assert runtime._session is None
 
 
 def test_who_is_wanted_again_before_it_is_done_stays(table):
