@@ -18,7 +18,7 @@ from grpc import aio
 from broker.gateway.grpc.codec import encode_response, stream_end, stream_error, stream_message
 from broker.gateway.grpc.limits import Budget
 from broker.gateway.kserve import InferRequest, InferResponse, Responses
-from shm.errors import Code, InferError, fresh
+from shm.errors import Code, InferError, forget_frames, fresh
 
 MAX_OUTSTANDING: Final = 64  # requests read whose response was not sent: then nothing more is read from the stream
 MAX_LASTING: Final = 128  # requests of decoupled models that run, beside those, as `lasting` has it; more wait
@@ -65,11 +65,16 @@ class Stream:
                         continue
                     await self._write(message)
                     self._free.release()
-        except BaseExceptionGroup as ended:
+        except asyncio.CancelledError as cancelled:
+            forget_frames(cancelled)  # the group's own frame holds what it raises, and by that the requests
+            raise
+        except BaseExceptionGroup as ended:  # the same, for whoever ends the RPC
             raise ended.exceptions[0] from None
         finally:
             for responses in tuple(self._open):  # those whose task was cancelled before it began
                 await responses.aclose()
+            while not self._running.empty():  # how they ended refers to this stream
+                self._running.get_nowait()
             self._count(-self._kept)
 
     async def _read(self) -> None:

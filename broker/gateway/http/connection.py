@@ -43,7 +43,7 @@ from broker.gateway.http.limits import (
 )
 from broker.gateway.http.message import CHUNKED, UNTIL_CLOSED, Reply, Rest, error_reply, head
 from broker.gateway.kserve import Buffer
-from shm.errors import InferError
+from shm.errors import InferError, forget_frames
 
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _log = logging.getLogger(__name__)
@@ -188,12 +188,14 @@ class Connection(BaseProtocol):
         except InferError as error:
             _log.debug("HTTP request failed: %s", error.message)
             reply = error_reply(error)
+            forget_frames(error)  # what failed may be held, by the stream of the body for one
         except asyncio.CancelledError:
             self.abort()
             return
-        except Exception:
+        except Exception as error:
             _log.exception("HTTP: %s %.200r failed", message.method, message.path)
             reply = error_reply(internal("internal error"))
+            forget_frames(error)
         finally:
             if self._reserved:
                 self._owner.release(self._reserved)

@@ -23,7 +23,7 @@ from broker.gateway.zmq.journal import Journal, Session, started
 from broker.gateway.zmq.port import MIN_DESCRIPTORS, Port, Sent, enough_descriptors
 from broker.gateway.zmq.verbs import Verbs
 from shm import zmq_messages as words
-from shm.errors import Code, InferError, ProtocolError
+from shm.errors import Code, InferError, ProtocolError, forget_frames
 
 log = logging.getLogger(__name__)
 
@@ -171,11 +171,13 @@ class ZmqServer:
             reply = await self._verbs.answer(client, message)
         except InferError as error:
             reply = failure(message.id, error)
+            forget_frames(error)  # what failed may be held
         except asyncio.CancelledError:
             reply = failure(message.id, cancelled())
-        except Exception:
+        except Exception as error:
             log.exception("ZeroMQ: a request failed")
             reply = failure(message.id, InferError(Code.INTERNAL, "internal error of the gateway"))
+            forget_frames(error)
         client.end(message.id, inline)
         self._reply(client, reply)
         if self._port is not None and self._port.readable():  # sending may have used up the event
