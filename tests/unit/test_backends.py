@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +98,12 @@ def test_a_models_own_backend_that_cannot_be_imported(tmp_path, text, code, expe
     assert raised.value.code == code
     assert expected in raised.value.message
     assert "Traceback" not in raised.value.message
+
+
+@pytest.fixture(autouse=True)
+def _imports_nothing_of_another_test() -> Iterator[None]:
+    yield
+    sys.modules.pop("extra_backend", None)
 
 
 def installed(directory: Path, text: str) -> None:
