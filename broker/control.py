@@ -53,6 +53,10 @@ class Models(gateway_answers.Models, lease_answers.Models, ModelLookup, Protocol
         """`model_stats` in Triton's JSON form."""
 
 
+async def _no_worker(uuid: str) -> RegionWorker | None:
+    return None
+
+
 @final
 class Control:
     """Answers requests. `status` makes the document of GetStatus, `metrics` that of GetMetrics.
@@ -88,7 +92,7 @@ class Control:
         self.trace_state = trace_state or TraceState()
         self.metrics = metrics
         self.on_serving: Callable[[Peer, Serving], None] | None = None
-        self.cuda_worker: Callable[[str], RegionWorker | None] = lambda uuid: None  # one that opens its memory
+        self.cuda_worker: Callable[[str], Awaitable[RegionWorker | None]] = _no_worker  # one that opens its memory
         self.exiting = False
         self._epoch = epoch
         self._version = version
@@ -202,7 +206,7 @@ def register_cuda(control: Control, peer: Peer, request: messages.RegisterCuda, 
 async def open_cuda(control: Control, entry: RegionEntry) -> None:
     """Have a worker that will use it open it, if one can now: what it cannot open is not registered (InferError)."""
     what = entry.cuda or entry.events
-    worker = control.cuda_worker(what.device) if what is not None else None
+    worker = await control.cuda_worker(what.device) if what is not None else None
     if worker is None:
         return
     try:

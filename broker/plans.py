@@ -19,6 +19,7 @@ from broker.plan_check import check
 from broker.records import RegionEntry
 from broker.registry import RegionWorker, Registry
 from broker.repository.config import ModelConfig
+from broker.silence import first_to_respond
 from broker.worker.messages import BindPlan
 from shm.errors import Code, InferError
 from shm.messages import ModelMetadata, Prepare, PrepareAt, Prepared, PrepareStep
@@ -142,7 +143,7 @@ class Plans:
         regions = checked.regions if ring is None else (*checked.regions, ring)
         table.plans[index] = plan = _Plan(message, regions, config.decoupled)
         try:
-            worker = await _first_to_respond(workers)
+            worker = await first_to_respond(workers)
             await self._bind(plan, worker)
         except BaseException:
             self._drop(session, plan)
@@ -272,15 +273,6 @@ def _wanted(serving: Sequence[PlanWorker], request: Prepare) -> Sequence[PlanWor
             Code.INVALID_ARG, f"model '{request.model}' is served by worker {keys}, not '{request.worker}'"
         )
     return named
-
-
-async def _first_to_respond(workers: Sequence[PlanWorker]) -> PlanWorker:
-    """The best of `workers` that is not stopped or stuck; where all are, one that is on its way up, else the best."""
-    if len(workers) > 1:
-        for worker in workers:
-            if await worker.responds():
-                return worker
-    return next((worker for worker in workers if worker.state == "starting"), workers[0])
 
 
 def _no_plan(index: int, generation: int) -> InferError:

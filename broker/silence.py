@@ -1,16 +1,19 @@
-"""What is done about a worker's process that gives no sign of life, before it is given up: its clients avoid it.
+"""What is done about a worker's process that gives no sign of life, before it is given up: who can avoids it.
 
-Called by `broker.logical_worker` at each of its looks. Clients whose model other workers serve as well read in their
-channels that this one is away, nearly as after a death, and send new requests elsewhere; who has no choice waits. It
-may only be busy: when it answers, that ends. A sequence that begins does not avoid it where another client may look for
-one of the same id there (`clientlib.homes`): unlike a dead one, it may go on with what it had.
+The broker asks another worker where one will do: `first_to_respond`, for `broker.plans` and `broker.workers`. Clients
+are told by `look`, which `broker.logical_worker` calls at each of its looks: where other workers serve their model as
+well, they read in their channels that this one is away, nearly as after a death, and send new requests elsewhere; who
+has no choice waits. It may only be busy: when it answers, that ends. A sequence that begins does not avoid it where
+another client may look for one of the same id there (`clientlib.homes`): unlike a dead one, it may go on with what it
+had.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
 
 from broker.records import ChannelRecord
 from broker.worker_process import WorkerProcess
@@ -18,6 +21,29 @@ from shm.layout import AWAY, SILENT
 
 WORD = 8  # bytes
 _log = logging.getLogger(__name__)
+
+
+class Responds(Protocol):
+    """What is asked of a worker."""
+
+    state: str
+
+    async def responds(self) -> bool:
+        """Is it up, and does it give a sign of life soon?"""
+
+
+W = TypeVar("W", bound=Responds)
+
+
+async def first_to_respond(workers: Sequence[W]) -> W:
+    """The first of `workers`, the best one first, that is not stopped or stuck. Where all are, one that is on its way
+    up, or the best: it is waited for.
+    """
+    if len(workers) > 1:
+        for worker in workers:
+            if await worker.responds():
+                return worker
+    return next((worker for worker in workers if worker.state == "starting"), workers[0])
 
 
 def look(worker: str, process: WorkerProcess, channels: Iterable[ChannelRecord], limit_s: float) -> None:

@@ -19,6 +19,7 @@ from broker.load_watch import LoadWatch
 from broker.logical_worker import Worker
 from broker.repository.placement import DEFAULT, gpu_of
 from broker.repository.scheduling import Allowance
+from broker.silence import first_to_respond
 from broker.statistics_blocks import StatisticsBlocks
 from broker.supervision import (
     CLOSE_FLOOR_S,
@@ -178,13 +179,17 @@ class Workers:
     def __iter__(self) -> Iterator[Worker]:
         return iter(tuple(self._workers.values()))
 
-    def on_gpu(self, uuid: str) -> Worker | None:
+    async def on_gpu(self, uuid: str) -> Worker | None:
         """One that opens this GPU's memory: of those that run there, or where none does, of those that will copy it.
 
-        One that is up, or else one at rest, which comes up for what it is asked. None: they are about to come up.
+        One that is up and responds, or else one at rest, which comes up for what it is asked. None: they are about to
+        come up.
         """
         there = [worker for worker in self if worker.device == uuid] or [worker for worker in self if not worker.device]
-        return next((worker for state in ("ready", "resting") for worker in there if worker.state == state), None)
+        for state in ("ready", "resting"):
+            if found := [worker for worker in there if worker.state == state]:
+                return await first_to_respond(found)
+        return None
 
     @property
     def zygote_pid(self) -> int | None:

@@ -138,15 +138,15 @@ async def test_memory_of_a_gpu_is_opened_by_its_worker_also_when_that_rests(jour
     async with running(rest_after_s=0.0) as workers:
         workers.gpu_uuid = "GPU-{}".format
         await workers.start(KEY).until_up()
-        assert workers.on_gpu("GPU-0") is workers.of(KEY)
+        assert await workers.on_gpu("GPU-0") is workers.of(KEY)
         worker = workers.start("gpu0/default")
-        assert workers.on_gpu("GPU-0") is None, "it is about to come up"
+        assert await workers.on_gpu("GPU-0") is None, "it is about to come up"
         await worker.until_up()
         await worker.add_region(region_of(fd))
         await until(lambda: worker.state == "resting")
-        assert workers.on_gpu("GPU-0") is worker
-        assert workers.on_gpu("GPU-1") is workers.of(KEY)
-        await workers.on_gpu("GPU-0").add_region(replace(region_of(fd), region=7))
+        assert await workers.on_gpu("GPU-0") is worker
+        assert await workers.on_gpu("GPU-1") is workers.of(KEY)
+        await worker.add_region(replace(region_of(fd), region=7))
         await until(lambda: worker.state == "resting")
     os.close(fd)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from broker.silence import first_to_respond
 from broker.worker.messages import PlanTensor
 from shm.errors import Code, InferError
 from shm.memory import sealed_memfd
@@ -255,3 +256,27 @@ async def test_a_model_that_only_the_replacement_refuses_is_reported_as_the_mode
         await replaced(worker, pid)
         assert lost == [("m", 1, 1, "cannot load this")]
         assert "cannot be given" not in caplog.text
+
+
+@in_loop
+async def test_a_process_that_is_stopped_does_not_respond_and_its_clients_are_told(journal: Journal) -> None:
+    with Twin() as twin:
+        async with running() as workers:
+            worker, other = await load(workers, config()), workers.start("cpu/other")
+            await other.until_up()
+            await worker.attach_channel(record_of(twin))
+            client, pid = twin.client(), worker.pid
+            assert pid is not None
+            assert await first_to_respond([worker, other]) is worker
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                assert await first_to_respond([worker, other]) is other
+                await until(lambda: client.away)
+                assert not client.replaced
+                assert not await worker.responds()
+                assert (worker.state, worker.pid) == ("ready", pid)
+                assert await first_to_respond([worker]) is worker, "where there is no other, it is waited for"
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            await until(lambda: not client.away)
+            assert worker.restarts == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,8 +81,10 @@ def test_the_next_gateway_looks_for_no_sequence_where_another_one_may_live_on() 
 class Asked:
     """A procedure of the client, answered here: `refusals` by worker."""
 
-    def __init__(self, refusals: dict[str, InferError]) -> None:
+    def __init__(self, refusals: dict[str, InferError], responds: Callable[[str], Any] = lambda worker: None) -> None:
+        """`responds` is called with each worker that is asked and does not refuse."""
         self.refusals = refusals
+        self.responds = responds
         self.workers: list[str] = []
 
     def run(self, procedure: Generator[Any, Any, Any]) -> Any:
@@ -92,6 +94,8 @@ class Asked:
                 assert isinstance(call.message, PrepareAt)
                 self.workers.append(call.message.worker)
                 refusal = self.refusals.get(call.message.worker)
+                if refusal is None:
+                    self.responds(call.message.worker)
                 call = procedure.throw(refusal) if refusal else procedure.send((None, []))
         except StopIteration as stop:
             return stop.value
@@ -119,3 +123,31 @@ def test_a_plan_reaches_the_home_of_a_sequence_that_it_does_not_prefer() -> None
     assert known.find("m", 7, (B, C)) == B, "what it had is lost, and this worker can say so"
     with pytest.raises(InferError, match="does not serve"):
         Asked({C: InferError(Code.NOT_FOUND, "it does not serve")}).run(binder.bind_at(link, spread, C))
+
+
+def test_a_plan_is_bound_at_those_that_respond_and_waits_only_where_none_does() -> None:
+    """Also the worker that it was prepared at: that may have been stopped since, and keep whoever opens a channel."""
+    lanes = {worker: SimpleNamespace(worker=worker, channel=worker) for worker in ALL}
+    here: dict[str, Any] = {}  # the lanes that the caller has already
+    silent = InferError(Code.UNAVAILABLE, "it does not respond")
+
+    def bind(refusals: dict[str, InferError]) -> tuple[list[str], set[str], str]:
+        link: Any = SimpleNamespace(homes=Homes(), lanes=SimpleNamespace(mine=here.get))
+        layout = SimpleNamespace(model="m", ranges=SimpleNamespace(live={}), input_positions=1, output_positions=1)
+        prepared = SimpleNamespace(
+            link=link, index=1, generation=1, bound_at={A}, worker=A, layout=layout, word=1, events=False
+        )
+        spread: Any = SimpleNamespace(prepared=prepared, workers=ALL, bounds={})
+        spread.missing = lambda: [worker for worker in ALL if worker not in spread.bounds]
+        asked = Asked(refusals, lambda worker: here.setdefault(worker, lanes[worker]))
+        bound = asked.run(Binder(8, 0.0, lambda: None).bind_several(link, spread))
+        assert bound.spread is spread
+        return asked.workers, set(spread.bounds), bound.lane.worker
+
+    here.update(lanes)
+    assert bind({}) == ([B, C], {A, B, C}, A), "where it has a channel already, nobody need look"
+    here.clear()
+    assert bind({A: silent}) == ([A, B, C], {B, C}, B)
+    here.clear()
+    here[A] = lanes[A]
+    assert bind({B: silent, C: silent}) == ([B, C], {A}, A)
