@@ -24,7 +24,7 @@ from clientlib.growing import RETRIED, infer_again_async
 from clientlib.link import Bound, Prepared, outside
 from clientlib.ordered import AsyncOrderedPlan, in_order_async
 from clientlib.overlap import Live, in_use
-from clientlib.plans import Plan, was_released
+from clientlib.plans import Plan, no_output_slot, was_released
 from clientlib.process import StaysHere
 from clientlib.recipe import Recipe
 from clientlib.results import InferResult
@@ -289,7 +289,9 @@ class AsyncPlan(StaysHere):
         """The same once more, with more room or elsewhere, if `error` says that this was what it lacked."""
         if isinstance(error, RoomNeeded):
             await self._client.grow(self, error, deadline_ns)
-        elif not isinstance(error, NotServed):
+        elif isinstance(error, NotServed):
+            self.look_again()
+        else:
             return None
         return await self.source(deadline_ns, input_slot, options, values, isinstance(error, RoomNeeded))
 
@@ -359,10 +361,7 @@ class AsyncPlan(StaysHere):
                 input_slot = lease.place
             if bound.layout.owns_outputs:
                 if output_slot is not None:
-                    raise InferError(
-                        Code.INVALID_ARG,
-                        "output_slot is for outputs that the caller placed; this plan's have their own",
-                    )
+                    raise no_output_slot()
                 output_slot = lease.place
         if output_slot is None:
             output_slot = 0

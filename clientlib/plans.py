@@ -181,7 +181,9 @@ class Plan(StaysHere):
         """The same once more, with more room or elsewhere, if `error` says that this was what it lacked."""
         if isinstance(error, RoomNeeded):
             self._client.grow(self, error, deadline_ns)
-        elif not isinstance(error, NotServed):
+        elif isinstance(error, NotServed):
+            self.look_again()
+        else:
             return None
         return self.source(deadline_ns, input_slot, options, values, isinstance(error, RoomNeeded))
 
@@ -320,10 +322,7 @@ class Plan(StaysHere):
                 input_slot = lease.place
             if bound.layout.owns_outputs:
                 if output_slot is not None:
-                    raise InferError(
-                        Code.INVALID_ARG,
-                        "output_slot is for outputs that the caller placed; this plan's have their own",
-                    )
+                    raise no_output_slot()
                 output_slot = lease.place
         if output_slot is None:
             output_slot = 0
@@ -372,3 +371,9 @@ class Plan(StaysHere):
 def was_released() -> InferError:
     """The error for a request of a plan that the application has let go."""
     return InferError(Code.UNAVAILABLE, "this plan was released: prepare another one")
+
+
+def no_output_slot() -> InferError:
+    """The error for a position where the plan's outputs have none."""
+    text = "output_slot is for outputs that the caller placed; this plan's have their own"
+    return InferError(Code.INVALID_ARG, text)
