@@ -184,7 +184,7 @@ class Catalogue:
             # Requests are accepted all the same, and wait: only what is shown tells.
             worker = version.workers[0]
             state = UNAVAILABLE if worker.state == "stopped" else LOADING
-            reason = f"worker '{worker.key}' is {worker.state}, its last process: {worker.last_death}"
+            reason = worker.describe()
         config = version.config
         ready = (str(n) for n, found in sorted(self.known[name].versions.items()) if found.generation)
         row = ModelMetadata(name=name, version=str(number), versions=tuple(ready), state=state, reason=reason)

@@ -152,6 +152,8 @@ _TABLES = {
 
 def _cell(row: dict[str, Any], name: str) -> str:
     value = row.get(name)
+    if name == "last_death" and value:
+        return f"{value}, {row['last_death_age_s']:.0f} s ago"
     return ", ".join(value) if isinstance(value, list) else "" if value is None else str(value)
 
 

@@ -73,6 +73,7 @@ class Worker:
         "_was_ready",
         "_zygote",
         "device",
+        "died_ns",
         "instances",
         "key",
         "last_death",
@@ -84,13 +85,12 @@ class Worker:
         self.key = key
         self.device = device  # the UUID of its GPU, "" on the CPU
         self.state = "starting"  # "ready", "backoff", "resting", "stopped"
-        self.restarts = 0
-        self.last_death = ""
+        self.restarts, self.last_death, self.died_ns = 0, "", 0  # CLOCK_MONOTONIC
         self.instances: dict[int, float] = {}  # statistics block of what may run → its model's hang_timeout_s
         self._owner = owner
         self._zygote = zygote
         self._block = owner.blocks.take((key, 0), 1)[0]
-        self._state = DesiredState(LoadDeaths(owner.model_load_deaths), self._lost, self._describe, owner.model_loads)
+        self._state = DesiredState(LoadDeaths(owner.model_load_deaths), self._lost, self.describe, owner.model_loads)
         self._records: dict[int, ChannelRecord] = {}
         self._rest = Rest(owner.rest_after_s)
         self._uses = RegionUses()
@@ -331,15 +331,14 @@ class Worker:
         """The endings that are due."""
         plans, blocks = self._owner.plans, self._owner.blocks
         if plans is not None and not self._kill_next:
-            lost = partial(blocks.lost, worker=self.key, now_ns=now_ns)
-            ended = (now_ns, death, lost, process.kill_told)
+            ended = (now_ns, death, partial(blocks.lost, worker=self.key, now_ns=now_ns), process.kill_told)
             for session, model in bury(self._records.values(), plans, *ended, by_itself=process.by_itself):
                 self._owner.blame(session, model, now_ns, self)
         blocks.abandon(tuple(self.instances))
 
     async def _after_death(self, pid: int, ended: Exit) -> None:
-        self.last_death = ended.text
-        self._before = Predecessor(ended.told, time.monotonic_ns()) if self._was_ready else self._before
+        self.last_death, self.died_ns = ended.text, time.monotonic_ns()
+        self._before = Predecessor(ended.told, self.died_ns) if self._was_ready else self._before
         self.restarts += 1
         delay_s = self._back_off.after_death(self._was_ready)
         _log.error("worker '%s' (pid %d): %s; next start in %g s", self.key, pid, ended.text, delay_s)
@@ -352,7 +351,7 @@ class Worker:
         await self._pause(delay_s)
 
     async def _after_failed_start(self, reason: str) -> None:
-        self.last_death = f"could not be started: {reason}"
+        self.last_death, self.died_ns = f"could not be started: {reason}", time.monotonic_ns()
         delay_s = self._back_off.after_death(False)
         _log.error("worker '%s' could not be started: %s; next try in %g s", self.key, reason, delay_s)
         if self._back_off.hopeless:
@@ -394,6 +393,8 @@ class Worker:
         elif self._state.process is not None:
             self._owner.on_session_wanted(self._state.process)
 
-    def _describe(self) -> str:
-        death = f", its last process: {self.last_death}" if self.last_death else ""
+    def describe(self) -> str:
+        """Its state, and how its last process ended, in words."""
+        ago_s = (time.monotonic_ns() - self.died_ns) / 1e9
+        death = f", its last process ended {ago_s:.0f} s ago: {self.last_death}" if self.last_death else ""
         return f"worker '{self.key}' is {self.state}{death}"

@@ -34,6 +34,7 @@ class WorkerFacts(Protocol):
     state: str
     restarts: int
     last_death: str
+    died_ns: int
 
     @property
     def pid(self) -> int | None:
@@ -97,6 +98,7 @@ class StatusDocument:
             "pid": worker.pid,
             "restarts": worker.restarts,
             "last_death": worker.last_death,
+            "last_death_age_s": _age_s(worker.died_ns) if worker.last_death else None,
             "in_flight": words[IN_FLIGHT],
             "requests": words[TAKEN],
             "refused": words[REFUSED],
@@ -168,3 +170,7 @@ class StatusDocument:
             "sessions_refused": self.sessions.refused,
             "protocol_errors": errors,
         }
+
+
+def _age_s(since_ns: int) -> float:
+    return round((time.monotonic_ns() - since_ns) / 1e9, 3)

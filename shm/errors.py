@@ -167,6 +167,8 @@ def described(error: BaseException) -> str:
         text = str(error).strip()
     except BaseException:
         text = "its text cannot be had, its __str__ failed"
+    if isinstance(error, SystemExit):  # of a model's code
+        text = f"{text}{text and '; '}a model must not end its process (sys.exit, exit): let it raise another exception"
     return f"{type(error).__name__}: {text}"
 
 

@@ -19,13 +19,13 @@ from broker.worker.binding import results_of
 from broker.worker.given import of_rows
 from broker.worker.model import Instance
 from broker.worker.plans import Bytes, PlacedTensor, Plan
-from broker.worker.running import check_sizes
+from broker.worker.running import answer, check_sizes
 from broker.worker.stream import Stream, Taker
 from broker.worker.streams import Streams
 from broker.worker.tracebacks import complain
 from shm import datatypes, statistics
 from shm.admission import Request
-from shm.errors import Code, InferError, described, forget_frames, fresh
+from shm.errors import Code, InferError, forget_frames
 from shm.worker_channel import WorkerChannel
 
 _now = time.monotonic_ns
@@ -74,7 +74,7 @@ def run_streams(instance: Instance, streams: Streams, requests: Sequence[Request
             parameters, states = request.plan.parameters, _states(instance, streams, request)
             given.append(Stream(taker, inputs, names, request.request_id, request.rows, kept, parameters, states))
         except Exception as error:
-            taker.fail(_described(error))
+            taker.fail(answer(instance, error))
         else:
             begun.append(request)
             if isinstance(taker, Answers):
@@ -102,16 +102,10 @@ def _execute(instance: Instance, live: Streams, given: list[Stream]) -> None:
                     _run_once(instance, live, *streams)
         except Exception as error:
             complain(instance.model.config, error)
-            failure = _described(error)
+            failure = answer(instance, error)
             forget_frames(error)  # the backend may hold it
             for stream in streams:
                 stream.fail(failure)
-
-
-def _described(error: Exception) -> InferError:
-    if isinstance(error, InferError):
-        return fresh(error)
-    return InferError(Code.INTERNAL, described(error).splitlines()[0])
 
 
 def _inputs(instance: Instance, streams: Streams, request: Request) -> dict[str, npt.NDArray[Any]]:

@@ -14,7 +14,7 @@ from broker.worker.plans import Plan
 from broker.worker.tracebacks import complain
 from shm import statistics
 from shm.admission import Request
-from shm.errors import Code, InferError, described, forget_frames
+from shm.errors import Code, InferError, described, forget_frames, fresh
 
 _now = time.monotonic_ns
 
@@ -37,13 +37,20 @@ def fail(instance: Instance, request: Request, error: Exception, began: int) -> 
     # is no Exception.
     if not (isinstance(error, InferError) and isinstance(error.__cause__, Exception)):
         complain(instance.model.config, error)
-    if isinstance(error, InferError):
-        request.fail(Code[error.code], error.message)
-    else:
-        request.fail(Code.INTERNAL, described(error).splitlines()[0])
+    told = answer(instance, error)
+    request.fail(Code[told.code], told.message)
     forget_frames(error)  # the backend may hold it
     instance.block[statistics.FAIL] += 1
     instance.block[statistics.FAIL_NS] += _now() - began
+
+
+def answer(instance: Instance, error: Exception) -> InferError:
+    """What a request of its model is told, in one line."""
+    if not isinstance(error, InferError):
+        return InferError(Code.INTERNAL, described(error).splitlines()[0])
+    if error.__cause__ is not None and not isinstance(error.__cause__, Exception):  # what `OWN_CODE` has caught
+        return InferError(error.code, f"model '{instance.model.name}', instance '{instance.name}': {error.message}")
+    return fresh(error)
 
 
 def neighbours(requests: Sequence[Request]) -> tuple[int, int] | None:

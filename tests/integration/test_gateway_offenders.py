@@ -116,6 +116,9 @@ def test_streams_that_end_workers_are_held_against_their_clients_alone(broker: G
             for _ in range(2):
                 assert f"{ALONE}, after its first response" in streamed(client, 13)
             assert is_refused(streamed(client, 1), "streams")
+    ages = [row["last_death_age_s"] for row in broker.status()["workers"] if row["last_death"]]
+    assert ages
+    assert min(ages) >= 0
 
 
 def test_one_client_that_ends_workers_is_refused_alone(broker: Gateway) -> None:

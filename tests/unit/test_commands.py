@@ -94,6 +94,8 @@ def test_tables_for_people():
     assert "cpu/default, gpu0/default" in text
     assert "session |" not in text  # no sessions, no table
     gpu = {"ordinal": 0, "name": "H200", "uuid": "GPU-1", "total_memory": 5}
+    dead = {"key": "cpu/default", "last_death": "killed by SIGKILL", "last_death_age_s": 12.4}
+    assert "killed by SIGKILL, 12 s ago" in human({**DOCUMENT, "workers": [dead]})
     assert "GPU 0: H200, GPU-1, 5 bytes\n" in human({**DOCUMENT, "cuda": {"reason": "", "gpus": [gpu]}})
     assert "no GPU: no driver\n" in human({**DOCUMENT, "cuda": {"reason": "no driver", "gpus": []}})
 
