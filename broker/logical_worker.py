@@ -397,4 +397,4 @@ class Worker:
         """Its state, and how its last process ended, in words."""
         ago_s = (time.monotonic_ns() - self.died_ns) / 1e9
         death = f", its last process ended {ago_s:.0f} s ago: {self.last_death}" if self.last_death else ""
-        return f"worker '{self.key}' is {self.state}{death}"
+        return f"worker '{self.key}'{'' if self.state == 'ready' else f' is {self.state}'}{death}"

@@ -113,7 +113,7 @@ def test_who_waits_for_a_worker_that_does_not_respond_is_told_what_for(
     message: LinkMessage, task: str, killed: str
 ) -> None:
     async def told() -> tuple[str, str]:
-        state = DesiredState(LoadDeaths(5), lambda message, reason: None, lambda: "worker 'cpu/left' is ready")
+        state = DesiredState(LoadDeaths(5), lambda message, reason: None, lambda: "worker 'cpu/left'")
         process = Stopped()
         state.process = process  # type: ignore[assignment]
         state.up.set()
@@ -123,7 +123,7 @@ def test_who_waits_for_a_worker_that_does_not_respond_is_told_what_for(
 
     text, reason = asyncio.run(told())
     assert text == (
-        f"the worker process 4711 did not {task} within 0.01 s (worker 'cpu/left' is ready); "
+        f"the worker process 4711 did not {task} within 0.01 s (worker 'cpu/left'); "
         "it was stopped, or stuck, and has been killed: the worker is being replaced, so try again"
     )
     assert reason == killed
@@ -144,7 +144,7 @@ def test_who_takes_something_back_from_a_worker_that_does_not_respond_is_told_wh
     message: LinkMessage, undo: LinkMessage, task: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def told() -> str:
-        state = DesiredState(LoadDeaths(5), lambda message, reason: None, lambda: "worker 'cpu/left' is ready")
+        state = DesiredState(LoadDeaths(5), lambda message, reason: None, lambda: "worker 'cpu/left'")
         process = Stopped()
         state.process = process  # type: ignore[assignment]
         wanted = Wanted(message)
@@ -156,7 +156,7 @@ def test_who_takes_something_back_from_a_worker_that_does_not_respond_is_told_wh
 
     monkeypatch.setattr("broker.desired_state.ANSWER_S", 0.01)
     assert asyncio.run(told()) == (
-        f"the worker process 4711 did not {task} within 0.01 s (worker 'cpu/left' is ready); "
+        f"the worker process 4711 did not {task} within 0.01 s (worker 'cpu/left'); "
         "is it stopped? `kill -CONT 4711` lets it go on, `kill -9 4711` has it replaced at once"
     )
 
