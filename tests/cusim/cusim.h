@@ -31,7 +31,7 @@
 #define MAX_DEVICES 8
 
 /* --- device.c: initialisation, devices, contexts --- */
-extern struct settings { int devices; size_t memory; long delay_us; bool peer; } settings;
+extern struct settings { int devices; size_t memory; unsigned delay_us; bool peer; } settings;
 extern int physical_of[MAX_DEVICES]; /* visible ordinal -> simulated device, as CUDA_VISIBLE_DEVICES says */
 extern CUresult sticky;              /* of an asynchronous fault: the context is lost, as on hardware */
 bool is_device(CUdevice device);

@@ -11,9 +11,9 @@ static struct CUctx_st { bool retained; } primary[MAX_DEVICES]; /* the contexts 
 static __thread CUcontext stack[16];
 static __thread int depth;
 
-static long number(const char *name, long otherwise) {
+static int number(const char *name, int otherwise) {
     const char *text = getenv(name);
-    return text ? atol(text) : otherwise;
+    return text ? atoi(text) : otherwise;
 }
 
 /* --- counters and faults --- */
@@ -82,7 +82,7 @@ CUresult cuInit(unsigned flags) {
     if (flags) return CUDA_ERROR_INVALID_VALUE;
     if (state != NEW) return state == FORKED ? CUDA_ERROR_NOT_INITIALIZED : CUDA_SUCCESS;
     size_t memory = (size_t)number("CUSIM_MEM_MB", 256) << 20;
-    settings = (struct settings){0, memory, number("CUSIM_DELAY_US", 0), number("CUSIM_PEER", 1)};
+    settings = (struct settings){0, memory, (unsigned)number("CUSIM_DELAY_US", 0), number("CUSIM_PEER", 1)};
     see_devices();
     if (!settings.devices) return CUDA_ERROR_NO_DEVICE;
     pthread_atfork(NULL, NULL, after_fork);
@@ -113,7 +113,7 @@ int current_device(void) { return (int)(stack[depth - 1] - primary); }
 CUresult cuDeviceGetCount(int *count) ANSWER(INITIALISED, *count = settings.devices)
 CUresult cuDeviceGet(CUdevice *device, int ordinal) ANSWER_OF(ordinal, *device = ordinal)
 CUresult cuDeviceGetName(char *name, int length, CUdevice device)
-    ANSWER_OF(device, snprintf(name, length, "SIMULATED GPU %d (cusim)", physical_of[device]))
+    ANSWER_OF(device, snprintf(name, (size_t)length, "SIMULATED GPU %d (cusim)", physical_of[device]))
 CUresult cuDeviceTotalMem(size_t *bytes, CUdevice device) ANSWER_OF(device, *bytes = settings.memory)
 CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device)
     ANSWER_OF(device, memcpy(uuid->bytes, "CUSIM\0\0\0\0\0\0\0\0\0\0", 16); uuid->bytes[15] = (char)physical_of[device])

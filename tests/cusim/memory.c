@@ -12,7 +12,7 @@ struct memory *adopt_memory(int device, int fd, size_t size) {
 struct memory *make_memory(int device, size_t size) {
     if (size > settings.memory || ROUND_UP(size) > settings.memory - used[device]) return NULL;
     int fd = memfd_create("cusim", MFD_CLOEXEC);
-    if (fd < 0 || ftruncate(fd, ROUND_UP(size))) abort(); /* the host's fault, no test's */
+    if (fd < 0 || ftruncate(fd, (off_t)ROUND_UP(size))) abort(); /* the host's fault, no test's */
     struct memory *made = adopt_memory(device, fd, size);
     used[device] += made->charged = ROUND_UP(size);
     return made;
@@ -80,7 +80,7 @@ static CUresult allocate(CUdeviceptr *pointer, size_t size, enum origin origin) 
     struct memory *memory = make_memory(current_device(), size);
     if (!memory) return CUDA_ERROR_OUT_OF_MEMORY;
     *pointer = free_addresses(size);
-    memset(add_range(*pointer, size, origin, memory)->bytes, 0xCD, size); /* never what somebody hopes for */
+    memset(add_range(*pointer, size, origin, memory)->bytes, 0xCD, size); /* never what was hoped for */
     return CUDA_SUCCESS;
 }
 CUresult cuMemAlloc(CUdeviceptr *pointer, size_t size) GIVES(CONTEXT, allocate(pointer, size, ALLOCATED))

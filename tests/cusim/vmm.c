@@ -35,7 +35,7 @@ CUresult cuMemImportFromShareableHandle(Handle *handle, void *given, CUmemAlloca
     bool ours = readlink(path, target, sizeof target - 1) > 0 && strstr(target, "memfd:cusim");
     if (!ours) return CUDA_ERROR_INVALID_VALUE;
     int fd = fcntl((int)(intptr_t)given, F_DUPFD_CLOEXEC, 3);
-    return give_handle(handle, adopt_memory(current_device(), fd, lseek(fd, 0, SEEK_END)));
+    return give_handle(handle, adopt_memory(current_device(), fd, (size_t)lseek(fd, 0, SEEK_END)));
 }
 CUresult cuMemRetainAllocationHandle(Handle *handle, void *pointer) {
     ENTER(INITIALISED);
