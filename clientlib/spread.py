@@ -16,7 +16,7 @@ from clientlib.link import Bound, L, Link, Prepared
 from clientlib.load import AtWorker
 from clientlib.submission import Route
 from shm.client_channel import ClientChannel
-from shm.costs import Seen, costs_ns
+from shm.costs import assumed_ns, cost_ns
 
 AGAIN_NS = 1_000_000_000  # between two tries to reach a worker that was not up
 
@@ -92,18 +92,24 @@ class Spread(Generic[L]):
         """How long (ns) a request would be, roughly, at each worker that is up; where none is, at each. Of equal ones
         now this, now that comes first.
         """
-        bounds = list(self.bounds.items())
-        up = [(worker, bound.channel) for worker, bound in bounds if not bound.channel.away]
-        up = up or [(worker, bound.channel) for worker, bound in bounds]
+        costs = []
+        for worker, bound in self.bounds.items():
+            if not bound.channel.away:
+                costs.append((self._cost(worker, bound.channel, load, now), worker))
+        if not costs:
+            costs = [(self._cost(worker, bound.channel, load, now), worker) for worker, bound in self.bounds.items()]
         self._turn += 1
-        at = self._turn % len(up)
-        up = up[at:] + up[:at]
-        costs = costs_ns([self._seen(worker, channel, load.get(worker), now) for worker, channel in up])
-        return [(cost, worker) for cost, (worker, _) in zip(costs, up, strict=True)]
+        first = self._turn % len(costs)
+        return costs[first:] + costs[:first]
 
-    def _seen(self, worker: str, channel: ClientChannel, there: AtWorker | None, now: int) -> Seen:
-        idle_ns, ran_ns = now - self._used.setdefault(worker, now), channel.ran
-        failed, ahead_ns = not ran_ns and channel.failed, channel.ahead()
+    def _cost(self, worker: str, channel: ClientChannel, load: dict[str, AtWorker], now: int) -> int:
+        there, idle_ns = load.get(worker), now - self._used.setdefault(worker, now)
+        ran_ns = channel.ran or self._assumed(channel.failed, load, now)
         if there is None or not there.outstanding:
-            return Seen(0, ran_ns, failed, idle_ns, 0, ahead_ns)
-        return Seen(there.outstanding, ran_ns, failed, idle_ns, now - there.since, ahead_ns)
+            return cost_ns(0, ran_ns, idle_ns, 0, channel.ahead())
+        return cost_ns(there.outstanding, ran_ns, idle_ns, now - there.since, channel.ahead())
+
+    def _assumed(self, failed: bool, load: dict[str, AtWorker], now: int) -> int:
+        there = [load[worker] for worker in self.bounds if worker in load]
+        stuck = [now - at.since for at in there if at.outstanding]
+        return assumed_ns(failed, [bound.channel.ran for bound in self.bounds.values()], stuck)

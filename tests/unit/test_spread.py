@@ -256,6 +256,15 @@ def test_through_the_only_gateway_a_sequence_begins_also_where_one_may_live_on(
     assert begun == ({B, C} if replaced else {A, B, C})
 
 
+def test_where_all_fail_or_are_being_replaced_all_are_used(bench: Bench) -> None:
+    for channel in bench.channels.values():
+        channel.failed = True
+    assert bench.picks() == {A, B, C}
+    for channel in bench.channels.values():
+        channel.away = True
+    assert bench.picks() == {A, B, C}
+
+
 def test_those_without_a_binding_are_tried_every_second(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, A)
     assert bench.spread.missing() == [B, C]
