@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 HALF_NS = 1_000_000_000  # what was measured counts half after so long: a worker that was slow once is tried again
 LEAST_NS = 1_000  # that a request is taken to last, so that many do not go at once to a worker that nothing is known of
-FAILED_TIMES = 32  # what the longest run counts where all have failed; it halves, so an idle worker is tried after some 5 s
+FAILED_TIMES = 32  # what the longest run counts where all have failed; it halves, so an idle worker is tried after 5 s
 
 
 class Seen(NamedTuple):
