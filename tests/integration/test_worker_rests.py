@@ -239,7 +239,7 @@ def test_clients_do_not_notice(tmp_path: Path) -> None:
                 eventually(lambda: shown("state") == "resting", "its worker rests")
                 if number < 2:  # one of its requests wakes the worker
                     before = shown("requests")
-                    with pytest.raises(clientlib.InferError, match="not loaded"):
+                    with pytest.raises(clientlib.InferError, match="has no available versions"):
                         prepared.infer(timeout=30)
                     eventually(lambda before=before: shown("requests") > before, "refused ones count, too")
                 client.load("add1")
