@@ -295,7 +295,7 @@ class AsyncRemoteClient(StaysHere):
             try:
                 end = await self._transport.infer(request, deadline_of(deadline_ns))
             except InferError as error:
-                end = error
+                end = fresh(error)
             except BaseException:
                 layout.ranges.live.pop(at.output_slot, None)
                 raise
@@ -354,19 +354,18 @@ class AsyncRemoteClient(StaysHere):
     async def _run(self, steps: Procedure[T], timeout: float = CALL_S) -> T:
         self.check()
         deadline = time.monotonic() + seconds(timeout)
-        answer: Any = None
-        error: BaseException | None = None
-        while True:
-            try:
-                word = steps.send(answer) if error is None else steps.throw(error)
-            except StopIteration as end:
-                result: T = end.value
-                return result
-            answer = error = None
-            try:
-                answer = await self._transport.call(word, deadline)
-            except BaseException as raised:
-                error = raised
+        try:
+            word = next(steps)
+            while True:
+                try:
+                    answer: Any = await self._transport.call(word, deadline)
+                except BaseException as error:
+                    word = steps.throw(error)
+                else:
+                    word = steps.send(answer)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 def _drop(transport: AsyncTransport, made_in: int) -> None:

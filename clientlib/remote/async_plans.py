@@ -24,7 +24,7 @@ from clientlib.remote.plans import ended_result
 from clientlib.remote.transport import InferAnswer, cancelled
 from clientlib.results import InferResult
 from clientlib.submission import deadline_ns_of, remaining_s
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, fresh
 
 if TYPE_CHECKING:
     from clientlib.remote.async_client import AsyncRemoteClient
@@ -194,7 +194,7 @@ class AsyncRemotePending(StaysHere):
             raise expired()
         assert self._end is not None
         if isinstance(self._end, InferError):
-            raise self._end.with_traceback(None)
+            raise fresh(self._end)
         return self._end
 
     def _expire(self) -> None:
@@ -215,7 +215,7 @@ class AsyncRemotePending(StaysHere):
         if task.cancelled():
             end = closed() if self._remote.closed else cancelled()
         elif (error := task.exception()) is not None:
-            end = error if isinstance(error, InferError) else InferError(Code.INTERNAL, repr(error))
+            end = fresh(error) if isinstance(error, InferError) else InferError(Code.INTERNAL, repr(error))
         else:
             end = task.result()
         self._settle(end)

@@ -303,7 +303,7 @@ class RemoteClient(StaysHere):
             finally:
                 self._free.release()
         except InferError as error:
-            end = error
+            end = fresh(error)
         except BaseException:
             layout.ranges.live.pop(at.output_slot, None)
             raise
@@ -353,19 +353,18 @@ class RemoteClient(StaysHere):
     def _run(self, steps: Procedure[T], timeout: float = CALL_S) -> T:
         self.remote.check()
         deadline = time.monotonic() + seconds(timeout)
-        answer: Any = None
-        error: BaseException | None = None
-        while True:
-            try:
-                word = steps.send(answer) if error is None else steps.throw(error)
-            except StopIteration as end:
-                result: T = end.value
-                return result
-            answer = error = None
-            try:
-                answer = self._transport.call(word, deadline)
-            except BaseException as raised:
-                error = raised
+        try:
+            word = next(steps)
+            while True:
+                try:
+                    answer: Any = self._transport.call(word, deadline)
+                except BaseException as error:
+                    word = steps.throw(error)
+                else:
+                    word = steps.send(answer)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 def _close(transport: Transport, made_in: int) -> None:

@@ -17,7 +17,7 @@ from clientlib import details
 from clientlib.remote.grpc_codec import decode_infer, encode_infer
 from clientlib.remote.transport import InferAnswer, InferRequest, cancelled, plain
 from clientlib.streams import expired
-from shm.errors import Code, InferError, fresh
+from shm.errors import Code, InferError, forget_frames, fresh
 
 ErrorOf = Callable[[Any], InferError]  # of a call that ended with a status
 
@@ -83,6 +83,7 @@ class GrpcAnswers:
                     break
                 except grpc.RpcError as error:
                     self._over = True
+                    forget_frames(error)  # it is the call itself
                     raise _ending(error, self._error_of) from None
                 answer, _ = decode_stream(reply)
                 if isinstance(answer, InferError):

@@ -20,7 +20,7 @@ from clientlib.address import Address
 from clientlib.remote.grpc_codec import DETAILED, decode_infer, encode, encode_infer, error_of
 from clientlib.remote.grpc_streams import AsyncGrpcAnswers, GrpcAnswers, encode_stream
 from clientlib.remote.transport import Ended, InferAnswer, InferRequest, Word, cancelled, lost
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, forget_frames, fresh
 
 # A server that was away for a while is tried again within a second, not after gRPC's two minutes.
 _OPTIONS = (
@@ -97,8 +97,9 @@ class GrpcTransport:
                 end = cancelled()
             except grpc.RpcError as error:
                 end = self._error(error, None)
+                forget_frames(error)  # it is the call itself
             except InferError as error:
-                end = error
+                end = fresh(error)
             except Exception as error:  # whoever waits must hear of it
                 end = InferError(Code.INTERNAL, f"the server's answer cannot be read: {error!r}")
             ended(end)

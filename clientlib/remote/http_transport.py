@@ -73,7 +73,7 @@ class HttpTransport:
             try:
                 end = self._infer(call, deadline, flight)
             except InferError as error:
-                end = error
+                end = fresh(error)
             except Exception as error:  # whoever waits must hear of it
                 end = InferError(Code.INTERNAL, f"the server's answer cannot be read: {error!r}")
             ended(end)

@@ -27,7 +27,7 @@ from clientlib.remote.transport import InferAnswer, InferRequest, cancelled
 from clientlib.results import InferResult
 from clientlib.streams import Stream
 from clientlib.submission import NOT_CARRIED, check_all, check_options, deadline_ns_of
-from shm.errors import Code, InferError, described
+from shm.errors import Code, InferError, described, fresh
 
 if TYPE_CHECKING:
     from clientlib.remote.client import RemoteClient
@@ -70,7 +70,7 @@ def ended_result(layout: Layout, at: Position, copied: int, end: InferAnswer | I
             return layout.result(end, at, copied)
         return layout.failure(end)
     except InferError as error:
-        return error
+        return fresh(error)
     except Exception as error:  # by who waits for the result: the thread that brings the answer serves others too
         return InferError(Code.INTERNAL, f"the server's answer cannot be read: {described(error)}")
     finally:
@@ -275,7 +275,7 @@ class RemotePending(StaysHere):
             raise expired()
         assert self._end is not None
         if isinstance(self._end, InferError):
-            raise self._end.with_traceback(None)
+            raise fresh(self._end)
         return self._end
 
     def _give_up(self, why: InferError) -> None:

@@ -27,7 +27,7 @@ from broker.gateway.kserve import (
 from broker.gateway.options import TraceTable
 from broker.gateway.streaming import OneResponse
 from broker.gateway.tracing import Traces
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, fresh
 from shm.message_values import IndexEntry, ModelMetadata, RegionRecord, TensorMetadata
 
 METADATA = ModelMetadata(
@@ -138,7 +138,7 @@ class FakeService:
 
     def _model(self, model: str) -> ModelMetadata:
         if self.fails is not None:
-            raise self.fails
+            raise fresh(self.fails)
         if model == "many":
             return MANY
         if model != "add1":

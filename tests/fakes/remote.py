@@ -17,7 +17,7 @@ from clientlib.remote import transport
 from clientlib.remote.client import RemoteClient
 from clientlib.remote.plans import RemotePlan
 from clientlib.remote.transport import Ended, InferAnswer, InferRequest, OutputTensor, Word, cancelled
-from shm.errors import InferError
+from shm.errors import InferError, fresh
 from shm.message_values import IndexEntry, ModelMetadata, TensorMetadata
 
 ADDRESS = Address("test://here", "grpc", "here", 1)
@@ -53,7 +53,7 @@ class FakeTransport:
         assert deadline != math.inf
         self.said.append(word)
         if type(word) in self.refuses:
-            raise self.refuses[type(word)]
+            raise fresh(self.refuses[type(word)])
         match word:
             case transport.Live():
                 return True
@@ -72,7 +72,7 @@ class FakeTransport:
         assert self.answers is not None
         end = self.answers(request)
         if isinstance(end, InferError):
-            raise end
+            raise fresh(end)
         return end
 
     def submit(self, request: InferRequest, deadline: float, ended: Ended) -> Callable[[], None]:
@@ -108,7 +108,7 @@ class FakeTransport:
 
 
 class AsyncFakeTransport:
-    """The same for a loop: `gate` holds requests until it is set."""
+    """The same for a loop: `gate` holds requests until it is set; `waiting` counts those that came to it."""
 
     wire = "test"
 
@@ -116,12 +116,14 @@ class AsyncFakeTransport:
         self.inner = FakeTransport(shares_memory=shares_memory)
         self.shares_memory = shares_memory
         self.gate: asyncio.Event | None = None
+        self.waiting = 0
 
     async def call(self, word: Word, deadline: float) -> Any:
         return self.inner.call(word, deadline)
 
     async def infer(self, request: InferRequest, deadline: float) -> InferAnswer:
         if self.gate is not None:
+            self.waiting += 1
             try:
                 await self.gate.wait()
             except asyncio.CancelledError:
@@ -131,7 +133,7 @@ class AsyncFakeTransport:
         assert self.inner.answers is not None
         end = self.inner.answers(request)
         if isinstance(end, InferError):
-            raise end
+            raise fresh(end)
         return end
 
     async def close(self) -> None:

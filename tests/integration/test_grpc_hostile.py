@@ -18,12 +18,14 @@ from tritonclient.grpc import service_pb2
 
 from broker.gateway.kserve import Caller, InferRequest, InferResponse, OutputTensor
 from broker.gateway.memory import private_bytes
+from shm.errors import Code, InferError
 from tests.fakes.broker import eventually
 from tests.fakes.grpc_front import Front, front
 from tests.fakes.half_sent import HalfSent
 from tests.fakes.kserve import FakeService
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
+STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 MIB = 1 << 20
 
 
@@ -288,19 +290,36 @@ def test_more_connections_than_may_be(tmp_path: Path, monkeypatch: pytest.Monkey
         assert first.unary_unary(INFER)(request(), timeout=30)
 
 
-def test_a_failed_request_is_not_kept(server: Front) -> None:
+def test_a_failed_request_is_not_kept(server: Front, monkeypatch: pytest.MonkeyPatch) -> None:
     """grpc keeps the exception that ends an RPC until Python looks for cycles, which may be very late."""
+    monkeypatch.setattr("broker.gateway.grpc.server._log.disabled", True)  # pytest keeps what was logged
+    strict = (("triton_grpc_error", "true"),)
+    unknown = request(MIB).replace(b"add1", b"add9")
+    server.service.script = [7, RuntimeError("a bug"), InferError(Code.INTERNAL, "later")]
+    many = request(MIB).replace(b"add1", b"many")
     gc.collect()
     gc.disable()
     try:
         with channel(server) as client:
-            for sent in (bytes(MIB), request(MIB)[:-1]):  # no message at all, and one that is no request
+            for sent in (bytes(MIB), request(MIB)[:-1], request(MIB + 3), unknown):
                 assert status_of(client.unary_unary(INFER), sent)[0] in ("INTERNAL", "INVALID_ARGUMENT")
+            for sent, metadata in ((unknown, strict), (request(MIB + 3), ()), (many, ())):
+                rest = [request(MIB)] * 3  # which are cancelled
+                responses = client.stream_stream(STREAM)(iter([sent, *rest]), metadata=metadata, timeout=30)
+                with pytest.raises(grpc.RpcError, match=r"internal error|unknown model"):
+                    list(responses)
+            server.hold()
+            waits = client.stream_stream(STREAM)(iter([request(MIB), many]), timeout=30)
+            server.wait(lambda: len(server.service.asked) > 1 and server.server.budget.used > MIB)
+            waits.cancel()
             server.wait(lambda: server.server.budget.used == 0)
+        server.release()
+        server.service.asked.clear()
 
         def kept() -> list[FrameType]:
             frames = [each for each in gc.get_objects() if isinstance(each, FrameType)]
-            return [frame for frame in frames if len(frame.f_locals.get("raw") or "") > MIB // 2]
+            named = [(frame, frame.f_locals) for frame in frames if "/broker/" in frame.f_code.co_filename]
+            return [frame for frame, names in named if len(names.get("raw") or names.get("message") or "") > MIB // 2]
 
         eventually(lambda: not kept(), "nor by a frame")
     finally:

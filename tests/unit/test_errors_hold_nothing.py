@@ -9,6 +9,7 @@ import asyncio
 import gc
 import threading
 import weakref
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 
 import numpy as np
@@ -18,8 +19,11 @@ import pytest
 import clientlib
 from clientlib.client import Client
 from clientlib.failures import RoomNeeded
+from clientlib.remote import transport
+from clientlib.remote.async_client import AsyncRemoteClient
 from shm import messages
-from shm.errors import Code, ConnectionLost, ForkedError, InferError, ProtocolError, fresh
+from shm.errors import Code, ConnectionLost, ForkedError, InferError, ProtocolError, forget_frames, fresh
+from tests.fakes.remote import ADDRESS, AsyncFakeTransport, FakeTransport, client_on
 from tests.fakes.small_broker import SmallBroker, connect
 
 Array = npt.NDArray[np.float32]
@@ -82,6 +86,25 @@ def test_a_fresh_error_says_the_same(error: InferError) -> None:
     assert str(copy) == str(error)
     assert copy.__traceback__ is None
     assert copy.__context__ is None
+
+
+def test_frames_are_forgotten_wherever_an_error_came_from() -> None:
+    try:
+        try:
+            try:
+                raise KeyError("first")
+            except KeyError as first:
+                raise ValueError("second") from first
+        except ValueError as second:
+            part = second
+            raise ExceptionGroup("all", [part, TypeError("third")])  # noqa: B904
+    except ExceptionGroup as error:
+        group, parts = error, (error, *error.exceptions, error.exceptions[0].__cause__)
+    parts[2].__context__ = group  # round
+    assert sum(each.__traceback__ is not None for each in parts) == 3
+    forget_frames(group)
+    assert [each.__traceback__ for each in parts] == [None] * 4
+    assert str(parts[1]) == "second"
 
 
 class TestThreads:
@@ -186,5 +209,51 @@ class TestLoops:
                 held = [await plan.submit(timeout=30) for _ in range(2)]
                 assert [(await each.result())["y"].shape for each in held] == [(1, 1 << 17)] * 2
                 assert [error.code for error in kept] == ["UNAVAILABLE", "CANCELLED"] * 3
+
+        asyncio.run(main())
+
+
+REFUSED = InferError(Code.INTERNAL, "so there")
+
+
+class TestRemote:
+    """Over a wire: `tests.fakes.remote` stands in for it."""
+
+    def test_threads(self) -> None:
+        fake = FakeTransport()
+        client = client_on(fake)
+        fake.requests = deque(maxlen=0)  # type: ignore[assignment]
+        fake.refuses[transport.Metadata] = REFUSED
+        assert left(lambda x: next(client.stream("double", {"x": x}))) is None
+        fake.refuses.clear()
+        fake.answers = lambda request: REFUSED
+        assert left(lambda x: client.infer("double", {"x": x})) is None
+        assert left(lambda x: next(client.stream("double", {"x": x}))) is None
+        fake.answers = None
+        assert left(lambda x: next(client.stream("double", {"x": x}, timeout=0.01))) is None
+        client.close()
+        assert left(lambda x: client.infer("double", {"x": x})) is None
+
+    def test_loops(self) -> None:
+        async def main() -> None:
+            fake = AsyncFakeTransport()
+            client = AsyncRemoteClient(ADDRESS, fake, 2)
+            await client.greet(30)
+            fake.inner.refuses[transport.Metadata] = REFUSED
+            assert await left_async(lambda x: anext(client.stream("double", {"x": x}))) is None
+            fake.inner.refuses.clear()
+            fake.inner.answers = lambda request: REFUSED
+            assert await left_async(lambda x: client.infer("double", {"x": x})) is None
+            region = await client.create_region("r", 4096)
+            plan = await client.prepare("double", {"x": region.tensor((1, 4), "FP32")})
+            pending, gone = await plan.submit(), weakref.ref(plan)
+            for _ in range(2):
+                with pytest.raises(InferError, match="so there"):
+                    await pending.result()
+            del pending, plan
+            await asyncio.sleep(0)
+            assert gone() is None
+            await client.close()
+            assert await left_async(lambda x: client.infer("double", {"x": x})) is None
 
         asyncio.run(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -268,8 +269,12 @@ class TestLoop:
         async def body(fake, client, region, plan):
             fake.gate = gate = asyncio.Event()
             fake.inner.answers = lambda request: answer(None if shares_memory else b"\0" * 16, (1, 4))
+            asked = asyncio.create_task(plan.infer(timeout=30)) if shares_memory else await plan.submit(timeout=30)
+            while not fake.waiting:  # noqa: ASYNC110  (only what has begun stays in use)
+                await asyncio.sleep(0)
+            asyncio.get_running_loop().time = lambda: time.monotonic() + 60
             with pytest.raises(InferError, match="Request timeout expired"):
-                await plan.infer(timeout=0.01) if shares_memory else await (await plan.submit(timeout=0.01))
+                await asked
             fake.gate = None
             if shares_memory:
                 with pytest.raises(InferError, match="has not ended"):
