@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Generic, final
 
 from clientlib.link import Bound, L, Link, Prepared
-from clientlib.session import Call, Procedure
+from clientlib.session import Call, Procedure, Unanswered
 from clientlib.spread import Spread
 from shm import messages
 from shm.client_channel import ClientChannel
@@ -93,7 +93,7 @@ class Binder(Generic[L]):
             except ConnectionLost:
                 raise
             except InferError as error:
-                if error.code != Code.UNAVAILABLE.name:
+                if error.code != Code.UNAVAILABLE.name or isinstance(error, Unanswered):
                     raise
                 if (unused := link.lanes.give_up()) is None:
                     # Several threads may have asked for the last channel at once.

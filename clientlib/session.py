@@ -49,6 +49,11 @@ T = TypeVar("T")
 Procedure = Generator[Call, Answer, T]
 
 
+@final
+class Unanswered(InferError):
+    """No reply came in time: whether the broker did what it was asked for is not known."""
+
+
 class Waiter(Protocol):
     """Who waits for one reply. Exactly one of the two is called, at most once."""
 
@@ -179,7 +184,7 @@ class Session:
             starting = f"starting: {self.starting.done} of {self.starting.total} models{waits_for}"
             return InferError(Code.UNAVAILABLE, starting)
         kind = type(call.message).__name__
-        return InferError(
+        return Unanswered(
             Code.UNAVAILABLE, f"no answer to {kind} from the broker at {self._path} within {max(0.0, timeout_s):.3g} s"
         )
 

@@ -222,6 +222,16 @@ def test_a_channel_that_is_shared_lives_as_long_as_those_who_share_it(broker: Sm
         assert broker.closed == [1]
 
 
+def test_an_answer_that_does_not_come_costs_no_channel(broker: SmallBroker) -> None:
+    """Only a refusal says that there are too many."""
+    with connect(broker) as client:
+        in_thread(client, "double")
+        broker.answers["OpenChannel"] = lambda asked: None
+        with pytest.raises(InferError, match="no answer"):
+            client.infer("spread", {"x": ONE[0]}, timeout=0.2)
+        assert (broker.closed, lanes_of(client)) == ([], ["cpu/a"])
+
+
 def test_many_threads_that_come_and_go(broker: SmallBroker) -> None:
     """No more of them at once than there are channels."""
     with connect(broker) as client:
