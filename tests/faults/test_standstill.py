@@ -180,7 +180,10 @@ def test_w08_one_worker_of_two_is_stopped(lab: Lab, victim: str) -> None:
         eventually(lambda: f"(pid {pid}) has not responded for 1 s" in lab.broker.log(), "that is seen")
         client.tell("go on")
         assert client.heard() == "done"
-        assert lab.worker_pid(victim) == pid, "it was waited for until the broker had replaced it"
+        (seen,) = (row for row in lab.status()["workers"] if row["key"] == victim)
+        # What it ran when it was stopped may have hung for too long meanwhile, on a slow machine.
+        replaced = seen["pid"] != pid and not seen["last_death"].startswith("hung: ")
+        assert not replaced, f"it was waited for until the broker had replaced it: {seen}"
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
