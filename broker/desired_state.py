@@ -159,7 +159,7 @@ class DesiredState:
             refusal = self._no_answer(task(wanted.message), limit_s, overdue(wanted.message) if asked else "")
             if self.process is not None and asked:
                 self.process.kill(f"did not {task(wanted.message, to_all=True)} within {limit_s:g} s")
-            raise refusal from None
+            raise fresh(refusal) from None
 
     async def forget(self, table: dict[K, Wanted], key: K, undo: LinkMessage) -> str:
         """Take it back; returns when the current process has acknowledged that (with the detail), or never had it."""
@@ -306,7 +306,10 @@ class DesiredState:
                     if wanted.done:  # else whoever asked for it still waits, and is told
                         self._on_lost(wanted.message, answer.message)
                 elif isinstance(answer, BaseException):
-                    raise answer
+                    try:
+                        raise answer
+                    finally:
+                        del answer, answers  # see `fresh`
         for key in [key for key in keys if key in table and table[key].error is not None]:
             self.abandon(table, key, None)
         if lacking:  # its models are not lost: a process that starts later, when this has passed, can have them
@@ -329,7 +332,7 @@ class DesiredState:
                 await process.request(message, wanted.descriptors)
         except InferError as error:
             if not (isinstance(error, Lacking) and _was_loaded(wanted)):
-                wanted.error = error
+                wanted.error = fresh(error)
             raise
         wanted.done = process.life
 

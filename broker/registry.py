@@ -31,7 +31,7 @@ from broker.records import Peer, RegionEntry, entry_of
 from broker.reservation import Reservations
 from shm import regions
 from shm.cuda.descriptor import CudaMemory
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, raise_first
 from shm.sockets import close_all
 
 log = logging.getLogger(__name__)
@@ -349,9 +349,7 @@ class Registry:
         workers = tuple(self._holders[entry.generation])
         results = await asyncio.gather(*(self._take_from(worker, entry) for worker in workers), return_exceptions=True)
         self._settle(entry)
-        for error in results:
-            if isinstance(error, BaseException):
-                raise error
+        raise_first(results)
 
     async def _take_from(self, worker: RegionWorker, entry: RegionEntry) -> None:
         last = None

@@ -24,7 +24,7 @@ from broker.overrides import Overrides
 from broker.repository.config import ModelConfig
 from broker.repository.placement import placed
 from broker.workers import Workers
-from shm.errors import Code, InferError
+from shm.errors import Code, InferError, raise_first
 
 LOADS = 4  # at a time, as in Triton
 DRAIN_LOOK_S = 0.05
@@ -166,9 +166,7 @@ class VersionLife:
                 # What is wrong with a model's files shows on the first; only what is a worker's own is left to others.
                 for each in ([first], others):
                     results = await asyncio.gather(*(bring(*one) for one in each), return_exceptions=True)
-                    for result in results:
-                        if isinstance(result, BaseException):
-                            raise result
+                    raise_first(results)
             # Not with a turn to load: what goes for it may have ensembles loaded anew.
             if not version.generation and (no_room := await self._memory.measured(config)):
                 raise InferError(Code.UNAVAILABLE, no_room)
@@ -234,12 +232,12 @@ class VersionLife:
         self._workers.unclosed.pop((model, number), None)
         problem = ""
         unloads = (self._leave(worker, model, number) for worker in version.workers)
-        for error in await asyncio.gather(*unloads, return_exceptions=True):
+        results = await asyncio.gather(*unloads, return_exceptions=True)
+        for at, error in enumerate(results):
             if isinstance(error, InferError):
                 _log.error("failed to unload '%s' version %d: %s", model, number, error.message)
-                problem = error.message
-            elif error is not None:
-                raise error
+                problem, results[at] = error.message, None
+        raise_first(results)
         if self._workers.blocks.closing(model, number):
             problem = problem or await self._closed(model, number, patience_s)
         if self._workers.blocks.busy(model, number):

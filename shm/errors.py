@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import re
-from typing import NamedTuple, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 
 @final
@@ -115,6 +115,21 @@ def forget_frames(error: BaseException) -> None:
         left += (found.__cause__, found.__context__)
         if isinstance(found, BaseExceptionGroup):
             left += found.exceptions
+
+
+def raise_first(results: list[Any]) -> None:
+    """Raise the first error among what `asyncio.gather(…, return_exceptions=True)` gave; `results` is empty then.
+
+    A list of the caller's that had the error would hold all that its frame has in hand (see `fresh`).
+    """
+    errors = [result for result in results if isinstance(result, BaseException)]
+    if not errors:
+        return
+    results.clear()
+    try:
+        raise errors[0]
+    finally:
+        del errors
 
 
 MAX_QUOTED = 64  # characters

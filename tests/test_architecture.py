@@ -56,6 +56,10 @@ WALL_CLOCK = {
     "broker.settings": "which trace files are of this broker's life, by their own dates",
 }
 WALL_CLOCK_CALLS = {"time", "time_ns", "localtime", "gmtime", "ctime", "strftime", "clock_gettime", "clock_gettime_ns"}
+# A stored error that is raised as it is, and why that keeps nothing alive.
+RAISED_AS_THEY_ARE = {
+    "broker.gateway.grpc.stream": "who ends the RPC has the frames of the whole group forgotten",
+}
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "marshal", "dill", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec"}
 
@@ -157,3 +161,76 @@ def test_time_is_monotonic(path: pathlib.Path) -> None:
             found += [node.attr] if node.attr in WALL_CLOCK_CALLS or node.attr == "CLOCK_REALTIME" else []
     allowed = module_name(path) in WALL_CLOCK
     assert bool(found) == allowed, found or f"{module_name(path)} reads no wall clock: take it off the list"
+
+
+def _stored(tree: ast.AST) -> Iterator[tuple[ast.Raise, ast.expr]]:
+    """What is raised and was not made there: an attribute, an element, or a name that is not the one of the handler.
+
+    `finally: del name`, in the same function, lets go of a name.
+    """
+
+    def look(node: ast.AST, caught: frozenset[str], released: frozenset[str]) -> Iterator[tuple[ast.Raise, ast.expr]]:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            caught = released = frozenset()
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            caught |= {node.name}
+        elif isinstance(node, ast.Try):
+            deleted = [target for each in node.finalbody if isinstance(each, ast.Delete) for target in each.targets]
+            released |= {target.id for target in deleted if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.IfExp):
+            for arm in (node.exc.body, node.exc.orelse):
+                yield from look(ast.copy_location(ast.Raise(arm), node), caught, released)
+        elif isinstance(node, ast.Raise) and node.exc is not None:
+            error: ast.expr = node.exc
+            if isinstance(error, ast.Call) and isinstance(error.func, ast.Attribute):  # `error.with_traceback(None)`
+                error = error.func.value if error.func.attr == "with_traceback" else error
+            roots = [part for part in ast.walk(error) if isinstance(part, ast.Name)]
+            is_class = isinstance(error, ast.Name) and error.id[0].isupper()
+            is_held = isinstance(error, ast.Name) and error.id not in caught
+            is_part = isinstance(error, ast.Attribute | ast.Subscript)
+            if (is_held or is_part) and not is_class and not {root.id for root in roots} <= released:
+                yield node, error
+        for child in ast.iter_child_nodes(node):
+            yield from look(child, caught, released)
+
+    yield from look(tree, frozenset(), frozenset())
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_stored_errors_are_not_raised(path: pathlib.Path) -> None:
+    """A raised error refers to all frames that it came through; one that is held makes a cycle of them: `fresh`."""
+    found = [
+        f"line {at.lineno}: {ast.unparse(error)}: raise fresh(…)" for at, error in _stored(ast.parse(path.read_text()))
+    ]
+    assert bool(found) == (module_name(path) in RAISED_AS_THEY_ARE), found or "it raises none: take it off the list"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_errors_that_were_caught_are_not_kept(path: pathlib.Path) -> None:
+    """The same of one that was caught, and that another name or an attribute is given: its frames hold that name."""
+    for handler in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(handler, ast.ExceptHandler) or handler.name is None:
+            continue
+        for node in ast.walk(handler):
+            kept = isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id == handler.name
+            assert not kept, f"line {getattr(node, 'lineno', 0)}: keep fresh({handler.name}), or its text"
+
+
+@pytest.mark.parametrize(
+    ("code", "count"),
+    [
+        ("raise self.error", 1),
+        ("raise errors[0] from None", 1),
+        ("raise self._end.with_traceback(None)", 1),
+        ("raise error", 1),
+        ("raise closed() if self.closed else self.error", 1),
+        ("try:\n    f()\nexcept ValueError as error:\n    raise error from None", 0),
+        ("try:\n    f()\nexcept ValueError as error:\n    raise other", 1),
+        ("try:\n    f()\nexcept ValueError as error:\n    raise error.inner", 1),
+        ("try:\n    raise error\nfinally:\n    del error", 0),
+        ("try:\n    raise errors[0]\nfinally:\n    del errors", 0),
+        ("raise fresh(self.error)\nraise ValueError\nraise self.problem()", 0),
+    ],
+)
+def test_what_a_stored_error_is(code: str, count: int) -> None:
+    assert len(list(_stored(ast.parse(code)))) == count
