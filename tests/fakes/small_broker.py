@@ -229,21 +229,20 @@ class SmallBroker:
             self._sessions.append(_Session(sock))
         for session in list(self._sessions):
             self._listen(session)
-        hold = self.hold  # once: what was held back ends before what comes after its release
         for session in self._sessions:
             for channel, _ in session.channels:
-                self._work(channel, hold)
-        if not hold:
+                self._work(channel)
+        if not self.hold:  # what was held back ends before what comes after its release
             held, self._held = self._held, []
             for request in held:
                 self._run(request)
 
-    def _work(self, channel: WorkerChannel, hold: bool) -> None:
+    def _work(self, channel: WorkerChannel) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(channel.bell)
         out: list[Request] = []
         # What is held back was taken in time, however late this thread is.
-        notable = channel.take(64, 1 if hold else time.monotonic_ns(), out)
+        notable = channel.take(64, 1 if self.hold else time.monotonic_ns(), out)
         self.deadlines += [request.deadline for request in out]
         for request, was_admitted in notable:
             if was_admitted:
