@@ -281,9 +281,11 @@ class TestWhoLeaves:
             small_broker.hold = True
             async with await clientlib.connect_async(f"ipc://{small_broker.directory}", slots=1) as client:
                 first, queued = client.stream("several", X), client.stream("several", X)
-                late = client.stream("several", X, timeout=0.5)
+                for stream in (first, queued):
+                    assert await stream is stream
+                late = client.stream("several", X, timeout=0.5)  # the channel is open by now
                 left = client.stream("several", X)
-                for stream in (first, queued, late, left):
+                for stream in (late, left):
                     assert await stream is stream
                 assert queued.cancel()
                 assert await outcome_of(queued) == ["CANCELLED"]
