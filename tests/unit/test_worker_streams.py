@@ -225,7 +225,7 @@ def test_what_cannot_be_sent_is_said_and_changes_nothing(lab):
         stream.send({"z": np.zeros(1)})
     with pytest.raises(InferError, match="output 'y' of model 'm' is INT32, got an array of float64"):
         stream.send({"y": np.zeros(1)})
-    with pytest.raises(InferError, match=r"output 'text' of model 'm' is BYTES: elements .* element 1 is int") as raised:
+    with pytest.raises(InferError, match=r"output 'text' of model 'm' is BYTES: .* element 1 is int") as raised:
         stream.send({"text": np.array([b"a", 1], object)})
     assert raised.value.code == Code.INTERNAL.name
     stream.send(y(1), final=True)
