@@ -23,7 +23,7 @@ import msgspec
 
 from broker.records import OURS, Peer
 from shm import sockets
-from shm.errors import Code, InferError, ProtocolError
+from shm.errors import Code, InferError, ProtocolError, forget_frames
 from shm.lease_messages import KeepLoaded
 from shm.memory import written_memfd
 from shm.messages import (
@@ -258,6 +258,7 @@ class Session:
             sockets.close_all(answer.owned)
         except Exception as error:
             self.send(failure(request.id, error))
+            forget_frames(error)  # a future or a record may hold it
 
     async def _greet(self, request: Request) -> None:
         if not isinstance(request, Hello):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import json
 import select
 from collections.abc import Iterator
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -111,6 +113,25 @@ def test_a_body_in_chunks_is_a_body(server: Running) -> None:
         assert body[int(headers["inference-header-content-length"]) :] == (x + 1).tobytes()
         chunked(peer, "/v2/repository/index").send(b"0\r\n\r\n")
         assert peer.reply()[0] == 200
+
+
+def test_what_came_of_a_malformed_body_is_let_go(server: Running) -> None:
+    """The stream of the body keeps the error, and by its frames all that was read so far."""
+    gc.collect()
+    gc.disable()
+    try:
+        with server.connect() as peer:
+            chunked(peer, INFER, RAW).send(chunk(bytes(LIMIT // 2)))
+            eventually(lambda: server.call(lambda: server.server._body_bytes) == LIMIT // 2, "it has been read")
+            assert peer.send(b"no number\r\n").error()[1].startswith("malformed request body")
+
+        def kept() -> list[FrameType]:
+            frames = [each for each in gc.get_objects() if isinstance(each, FrameType)]
+            return [frame for frame in frames if len(frame.f_locals.get("body") or "") >= LIMIT // 2]
+
+        eventually(lambda: not kept(), "no frame has it")
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("over", [False, True])

@@ -164,6 +164,7 @@ async def test_errors_become_failures_and_the_session_goes_on(service, sessions,
         assert (failure["type"], failure["id"], failure["code"]) == ("Failure", number, code)
         assert text in failure["message"]
         assert "secret" not in failure["message"]
+        assert error.__traceback__ is None, "who holds it holds nothing else"
     service.reply = Done()
     client.send({"type": "ListRegions", "id": 9})
     assert await client.receive() == {"type": "Done", "id": 9}
