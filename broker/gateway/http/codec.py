@@ -152,12 +152,12 @@ def read_parameters(request: InferRequest, parameters: dict[str, Any]) -> bool:
                 shortened(name),
                 "expected another name, 'triton_' begins those that Triton keeps for itself",
             )
-        elif not read_option(request, name, value):
+        elif not _read_option(request, name, value):
             request.parameters[name] = custom_parameter(name, value)
     return binary
 
 
-def read_option(request: InferRequest, name: str, value: Any) -> bool:
+def _read_option(request: InferRequest, name: str, value: Any) -> bool:
     """Set what a parameter with a meaning of its own says; False: `name` is none of them. Raises InferError."""
     if name == "sequence_id":
         is_number = type(value) is int and value >= 0

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, final
 
-from broker.gateway.http.codec import custom_parameter, forward_headers, is_finite, read_option
+from broker.gateway.http.codec import custom_parameter, forward_headers, is_finite
 from broker.gateway.http.errors import RAISE_LIMIT, body_of, internal, invalid, status_of
 from broker.gateway.http.inference import forward_pattern, sampled
 from broker.gateway.http.json import MISSING, as_object, as_string, dumps, find, parse, repeated, unhurried
@@ -150,7 +150,7 @@ def _take(request: InferRequest, inputs: Mapping[str, TensorMetadata], name: str
         used = sum(len(each.data or b"") for each in request.inputs)
         with Within(name):
             request.inputs.append(_read(tensor, value, used, limit))
-    elif name != "id" and not read_option(request, name, value):
+    elif name != "id":  # also "timeout" and "priority": as in Triton they are the model's, which may have its own
         try:
             request.parameters[name] = custom_parameter(name, value)
         except Placed as error:
