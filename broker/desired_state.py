@@ -156,7 +156,7 @@ class DesiredState:
             if not isinstance(error, TimeoutError):
                 raise
             asked = self.process is not None and wanted.sent == self.process.life != wanted.done
-            refusal = self._no_answer(task(wanted.message), limit_s, overdue(wanted.message) if asked else "")
+            refusal = self._no_answer(task(wanted.message), limit_s, overdue(wanted.message, asked=asked))
             if self.process is not None and asked:
                 self.process.kill(f"did not {task(wanted.message, to_all=True)} within {limit_s:g} s")
             raise fresh(refusal) from None

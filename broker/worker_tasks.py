@@ -50,11 +50,12 @@ def task_undone(message: LinkMessage, undo: LinkMessage) -> str:
     return task(undo)
 
 
-def overdue(message: LinkMessage) -> str:
-    """What is said besides of a process that was asked and had not done it in time: it is killed."""
+def overdue(message: LinkMessage, *, asked: bool = True) -> str:
+    """What is said besides where it was not done in time. A process that was `asked` is killed."""
     if isinstance(message, LoadInstances):
-        return "a load may take as long as --model-load-timeout-secs says; the worker is being replaced"
-    return "it was stopped, or stuck, and has been killed: the worker is being replaced, so try again"
+        limit = "a load may take as long as --model-load-timeout-secs says"
+        return f"{limit}; the worker is being replaced" if asked else f"{limit}, waiting for its turn included"
+    return "it was stopped, or stuck, and has been killed: the worker is being replaced, so try again" if asked else ""
 
 
 def silent(pid: int) -> str:

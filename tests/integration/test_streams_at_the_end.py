@@ -90,7 +90,8 @@ def start(tmp_path: Path) -> Callable[..., Any]:
 
 HUNG = (
     r"model '%s' version 1 hung: it had run a batch of 1 for \d+\.\d s without a sign of life, the limit is 2.0 s "
-    r"\(model parameter hang_timeout_s\); the worker died while it ran this request, and its model does not allow"
+    r"\(model parameter hang_timeout_s\); the worker died while it ran this request, (alone, )?and its model does "
+    r"not allow"
 )
 
 
