@@ -8,15 +8,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from broker.repository.config import ModelConfig
-from broker.repository.scheduling import SequenceBatching
+from broker.repository.scheduling import SequenceBatching, Step
 from broker.worker import messages
 from shm.errors import InferError
 from shm.layout import SEQUENCE_END, SEQUENCE_START
 from tests.fakes.broker import eventually
 from tests.fakes.channel import Pending
-from tests.fakes.lone_worker import Gate, LoneWorker, PlanOn, Sent, Session
+from tests.fakes.ensembles import ensemble_config
+from tests.fakes.lone_worker import SIZE, Gate, LoneWorker, PlanOn, Sent, Session
 
 # What own code may do with what it raises: let go of it, keep it in a module, in an object, in a local name.
 RAISES = """
@@ -188,6 +190,27 @@ def test_a_region_goes_with_its_registration(worker: LoneWorker, raiser: Callabl
         worker.ask(messages.DetachChannel(channel=session.channel))
     assert model.is_mapped(worker)
     worker.ask(messages.UnloadModel(model=config.name, version=1))
+    eventually(lambda: not model.is_mapped(worker), "what the model had is not mapped")
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_the_same_of_an_ensemble(worker: LoneWorker, raiser: Callable[[str], Raiser], decoupled: bool) -> None:
+    model = raiser("member")
+    member: ModelConfig = model.config(decoupled=decoupled)
+    step = Step(model_name="member", input_map={"x": "x"}, output_map={"y": "y"})
+    ensemble = ensemble_config("around", [step], "x", "y", 0, (1, SIZE))
+    if decoupled:
+        ensemble = replace(ensemble, decoupled=True)
+    worker.load(member)
+    worker.load(ensemble, [next(worker._blocks)])
+    with Session(worker).attach() as session:
+        ask = together if decoupled else alone
+        ask(session.bind(ensemble, responses=int(decoupled)))
+        worker.retire_region(session.memory)
+        eventually(lambda: not worker.maps(session.memory), "the region is not mapped")
+        worker.ask(messages.DetachChannel(channel=session.channel))
+    for name in ("around", "member"):
+        worker.ask(messages.UnloadModel(model=name, version=1))
     eventually(lambda: not model.is_mapped(worker), "what the model had is not mapped")
 
 

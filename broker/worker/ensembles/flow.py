@@ -204,6 +204,7 @@ class Branch(Run):
 
     def leave(self) -> None:
         """Nothing of it is under way, and nobody reads what it has any more."""
+        self._request.sequence = None  # which is this branch
 
     # --- of members -------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ class SpreadBranch(SpreadRun, Branch):
             self._prepared.dispose()
         else:
             self._ensemble.keep(self._plan, self._request, self._prepared)
+        Branch.leave(self)
 
     def learn(self, written: Mapping[str, Value]) -> None:
         """A response of a member elsewhere is complete: the rooms for the next ones follow."""
