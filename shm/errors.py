@@ -84,6 +84,8 @@ class ProtocolError(InferError):
 
 
 E = TypeVar("E", bound=InferError)
+_CAUSE, _CONTEXT = (vars(BaseException)[name] for name in ("__cause__", "__context__"))
+_EXCEPTIONS = vars(BaseExceptionGroup)["exceptions"]
 
 
 def fresh(error: E) -> E:
@@ -102,7 +104,8 @@ def forget_frames(error: BaseException) -> None:
     """`error` has been dealt with and is raised no more: whoever keeps it keeps nothing but its text.
 
     For errors that others have made: what raised one may hold it, and so, by the frames it came through, all that
-    these had in hand (see `fresh`). Those that it came from, or consists of, are done likewise.
+    these had in hand (see `fresh`). Those that it came from, or consists of, are done likewise. None of their own code
+    is run: a frozen dataclass, say, refuses its attributes to be set.
     """
     seen: set[int] = set()
     left: list[BaseException | None] = [error]
@@ -111,10 +114,10 @@ def forget_frames(error: BaseException) -> None:
         if found is None or id(found) in seen:
             continue
         seen.add(id(found))
-        found.__traceback__ = None
-        left += (found.__cause__, found.__context__)
-        if isinstance(found, BaseExceptionGroup):
-            left += found.exceptions
+        BaseException.with_traceback(found, None)
+        left += (_CAUSE.__get__(found), _CONTEXT.__get__(found))
+        if issubclass(type(found), BaseExceptionGroup):
+            left += _EXCEPTIONS.__get__(found)
 
 
 def raise_first(results: list[Any]) -> None:

@@ -56,13 +56,19 @@ class Model:
 """
 CODE = {"runs": RUNS, "loads": LOADS, "imports": IMPORTS, "streams": STREAMS}
 
-# Texts that neither a message nor UTF-8 can carry, and none at all.
+# Texts that neither a message nor UTF-8 can carry, none at all, and one whose attributes cannot be set.
 ODD = """
+import dataclasses
+
 class Mute(Exception):
     def __str__(self):
         raise RuntimeError("it has no text")
 
-ERRORS = [ValueError("a file named \\udc80"), ValueError("x" * 1_000_000), Mute()]
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    text: str
+
+ERRORS = [ValueError("a file named \\udc80"), ValueError("x" * 1_000_000), Mute(), Frozen("for good")]
 at = 0
 """
 ODD_RUNS = ODD + RUNS.replace('raise ValueError("not today")  # here', "global at; at += 1; raise ERRORS[at - 1]")
@@ -142,17 +148,18 @@ def test_whatever_own_code_raises_is_an_answer(tmp_path: Path) -> None:
     for name, code in {"runs": ODD_RUNS, "loads": ODD_LOADS}.items():
         directory = models.write_model(root, name, config=CONFIG + policy)
         (directory / "backend.py").write_text(code)
-        for version in (2, 3) if name == "loads" else ():
+        for version in (2, 3, 4) if name == "loads" else ():
             (directory / str(version)).mkdir()
     with Broker(root, tmp_path / "run", "--exit-on-error=false", "--strict-readiness=false") as broker:
         broker.ready()
         with clientlib.connect(f"ipc://{broker.directory}") as client:
             told = []
-            for _ in range(3):
+            for _ in range(4):
                 with pytest.raises(clientlib.InferError) as raised:
                     client.infer("runs", {"x": np.ones(1, np.float32)})
                 told.append(raised.value.message)
-        assert told == ["ValueError: a file named ?", told[1], "Mute: its text cannot be had, its __str__ failed"]
+        mute = "Mute: its text cannot be had, its __str__ failed"
+        assert told == ["ValueError: a file named ?", told[1], mute, "Frozen: for good"]
         assert told[1].startswith("ValueError: xxxx")
         for version, text in enumerate(told, 1):
             assert f"failed to load 'loads' version {version}: {text[:100]}" in broker.log()

@@ -6,6 +6,7 @@ One that is kept keeps no place of its plan. Before this was so, six threads wai
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import threading
 import weakref
@@ -105,6 +106,21 @@ def test_frames_are_forgotten_wherever_an_error_came_from() -> None:
     forget_frames(group)
     assert [each.__traceback__ for each in parts] == [None] * 4
     assert str(parts[1]) == "second"
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    text: str
+
+
+def test_frames_of_an_error_that_refuses_to_be_changed_are_forgotten_too() -> None:
+    try:
+        raise Frozen("for good")
+    except Frozen as error:
+        frozen = error
+    assert frozen.__traceback__ is not None
+    forget_frames(frozen)
+    assert frozen.__traceback__ is None
 
 
 class TestThreads:
