@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-POOLS = 2  # threads that the broker's bounded pools may make later than the first look
+POOLS = 2  # threads that the broker's pools, and a worker's for loads and ends of models, may make after the first look
 NO_MORE_THAN = 30.0  # seconds in which everything that a row cost must be given back; 5 on a machine that is not busy
 
 
@@ -55,7 +55,7 @@ def excess(now: dict[str, Holdings], before: dict[str, Holdings], slack: int) ->
     found = []
     for process, held in now.items():
         for name, count, limit in zip(Holdings._fields, held, before.get(process, held), strict=True):
-            pools = POOLS if (process, name) == ("broker", "threads") else 0
+            pools = POOLS if name == "threads" else 0
             if count > limit + pools + (slack if name == "maps" else 0):
                 found.append(f"{process}: {name} {limit} → {count}")
     return found
