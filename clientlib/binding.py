@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, final
 
+from clientlib.failures import is_out_of_channels
 from clientlib.link import Bound, L, Link, Prepared
 from clientlib.session import Call, Procedure, Unanswered
 from clientlib.spread import Spread
@@ -95,7 +96,8 @@ class Binder(Generic[L]):
             except InferError as error:
                 if error.code != Code.UNAVAILABLE.name or isinstance(error, Unanswered):
                     raise
-                if (unused := link.lanes.give_up()) is None:
+                unused = link.lanes.give_up() if is_out_of_channels(error) else None
+                if unused is None:
                     # Several threads may have asked for the last channel at once.
                     if (lane := link.lanes.shared(worker)) is not None:
                         return lane

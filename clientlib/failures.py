@@ -14,6 +14,7 @@ from shm.errors import Code, InferError, is_too_small
 _OUTDATED = "prepare the plan again"
 _NOT_SERVED = re.compile(r"model '[^']*' is not loaded")
 _ABSENT = "Request for unknown model: "  # Triton's words, see `broker.catalogue`
+_NO_CHANNEL = re.compile(r"too many channels|for a channel of \d+ slots")  # see `broker.channels`, `broker.quota`
 _WANTS_SEQUENCE = "must specify a non-zero or non-empty correlation ID"  # Triton's words
 _IN_USE = re.compile(r"still in flight|in flight on plans that share memory")
 
@@ -46,6 +47,11 @@ class PlanOutdated(InferError):
 def is_absent(error: InferError) -> bool:
     """Does the broker say that a model is not there, or none of its versions?"""
     return error.message.startswith(_ABSENT)
+
+
+def is_out_of_channels(error: InferError) -> bool:
+    """Does the broker refuse a channel because of those that there are, and not because of its worker?"""
+    return _NO_CHANNEL.search(error.message) is not None
 
 
 def with_remedy(error: InferError) -> InferError:

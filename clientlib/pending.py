@@ -82,8 +82,9 @@ class Pending(Waiting):
     def done(self) -> bool:
         """Has it ended? Never waits."""
         if self.entry is None:
-            if self.lane.error is not None:
-                raise fresh(self.lane.error)
+            error = self.lane.error
+            if error is not None and self.entry is None:  # one that is given back has settled everything before
+                raise fresh(error)
             self.lane.look()
         return self.entry is not None
 

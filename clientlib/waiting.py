@@ -47,8 +47,9 @@ class Waiting(StaysHere):
         role = lane.channel.role
         try:
             while self.entry is None:
-                if lane.error is not None:
-                    raise fresh(lane.error)
+                error = lane.error
+                if error is not None and self.entry is None:  # one that is given back has settled everything before
+                    raise fresh(error)
                 remaining = deadline - _now()
                 if remaining <= 0:
                     lane.look()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +17,9 @@ import pytest
 import clientlib
 from clientlib import async_lane
 from clientlib.async_client import AsyncClient
-from shm.errors import InferError
+from clientlib.pending import Pending
+from shm.errors import Code, InferError
+from shm.layout import FINAL
 from tests.fakes.small_broker import MAX_CHANNELS, SmallBroker, connect
 
 ONE = np.ones((1, 2), np.float32)
@@ -230,6 +236,55 @@ def test_an_answer_that_does_not_come_costs_no_channel(broker: SmallBroker) -> N
         with pytest.raises(InferError, match="no answer"):
             client.infer("spread", {"x": ONE[0]}, timeout=0.2)
         assert (broker.closed, lanes_of(client)) == ([], ["cpu/a"])
+
+
+def test_a_worker_that_cannot_have_a_channel_costs_those_to_others_nothing(broker: SmallBroker) -> None:
+    """It is refused for the worker's sake: no room helps, and each try may take as long as the first."""
+    with connect(broker) as client:
+        in_thread(client, "double")
+        in_thread(client, "spread")
+
+        def refuse(asked: Any) -> Any:
+            raise InferError(Code.UNAVAILABLE, "the worker process 7 did not serve a channel within 30 s")
+
+        broker.answers["OpenChannel"] = refuse
+        with pytest.raises(InferError, match="process 7"):
+            infer(client, "nonzero")
+        assert (broker.closed, lanes_of(client)) == ([], ["cpu/a", "cpu/b"])
+        assert broker.calls.count("OpenChannel") == 3
+        text = "no memory quota for a channel of 64 slots: asked 9 bytes, used 1 (by uid 0: 1), limit 5"
+        refusals = [InferError(Code.UNAVAILABLE, text)]
+
+        def lack(asked: Any) -> Any:
+            del broker.answers["OpenChannel"]
+            raise refusals.pop()
+
+        broker.answers["OpenChannel"] = lack
+        infer(client, "nonzero")
+        assert broker.closed == [1], "what is lacking may be had from another channel"
+
+
+def test_what_has_ended_when_its_channel_is_given_back_is_not_lost() -> None:
+    """Another thread settles a request and closes its channel between two looks of the one that waits for it."""
+
+    class Closing:
+        channel = SimpleNamespace(role=threading.Lock())
+        waiters: tuple[()] = ()
+
+        @property
+        def error(self) -> InferError:
+            pending.entry = (1, 1, FINAL, 0, 0, 0, 0, 0)
+            return InferError(Code.UNAVAILABLE, "the channel was given back: try again")
+
+        def look(self) -> None:
+            pass
+
+    nothing: Any = None
+    lane: Any = Closing()
+    pending = Pending(nothing, lane, nothing, 0, 0, 0, 0)
+    assert pending.done()
+    pending.entry = None
+    assert pending.wait(math.inf)
 
 
 def test_many_threads_that_come_and_go(broker: SmallBroker) -> None:
