@@ -42,6 +42,10 @@ def error_of(body: bytes) -> InferError:
         (b"[1e999]", "Number too big to be stored in double."),
         (b"[NaN,1e999]", "Number too big to be stored in double."),
         (b"[" + b"1" * 5000 + b"]", "Number too big to be stored in double."),
+        (b"[1e999, }", "Number too big to be stored in double. at 1"),
+        (b'[NaN,1e999, "abc', "Number too big to be stored in double. at 5"),
+        (b"[1e999," + b"[" * 100_000, "Number too big to be stored in double. at 1"),
+        (b"[1," + b" " * 2**20 + b"1e999]", "Number too big to be stored in double. at 0"),
     ],
 )
 def test_what_is_no_json_says_why_and_where(body: bytes, text: str) -> None:

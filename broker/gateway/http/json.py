@@ -10,6 +10,7 @@ finds them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import re
@@ -52,6 +53,7 @@ _decode = msgspec.json.Decoder().decode
 _STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _NUMBER: Final = re.compile(rf"{_STRING.pattern}|(-?[0-9][0-9.eE+-]*)", re.DOTALL)  # or a string, without a group
 _TOO_BIG: Final = object()
+_SEARCHED: Final = 2**20  # characters in which a number is looked for that is too big; it takes as long as reading them
 _SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")
 _TEXTS: Final = (
     ("Expecting property name", "Missing a name for object member."),
@@ -216,19 +218,22 @@ def _finite(digits: str) -> float:
 
 
 def _too_big(text: str) -> Placed:
-    """`text` is JSON but for a number that no double holds: which one. Read once more, for the parser does not say."""
+    """`text` has a number that no double holds: which one. Read once more, for the parser does not say; what is behind
+    it may be no JSON.
+    """
 
     def number(digits: str) -> object:
         value = float(digits)
         return _TOO_BIG if math.isinf(value) else value
 
-    found = next((each for each in _NUMBER.finditer(text) if each[1] and number(each[1]) is _TOO_BIG), None)
-    at, digits = (0, "") if found is None else (found.start(), found[1])
-    document = json.loads(text, parse_float=number, parse_int=number)
-    problem = f"expected a number below 1.8e308, got {shortened(digits)}"
-    return Placed(
-        Code.INTERNAL, _syntax("Number too big to be stored in double.", at).message, _place_of(document), problem
-    )
+    found = document = None
+    if len(text) <= _SEARCHED:
+        found = next((each for each in _NUMBER.finditer(text) if each[1] and number(each[1]) is _TOO_BIG), None)
+        with contextlib.suppress(ValueError, RecursionError):
+            document = json.loads(text, parse_float=number, parse_int=number)
+    at, came = (0, "a greater one") if found is None else (found.start(), shortened(found[1]))
+    message = _syntax("Number too big to be stored in double.", at).message
+    return Placed(Code.INTERNAL, message, _place_of(document), f"expected a number below 1.8e308, got {came}")
 
 
 def _place_of(document: Any) -> str:
