@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from broker.worker.model import Instance, LoadedModel, not_loaded
 from broker.worker.sequences import Sequences
@@ -55,21 +56,35 @@ def plans_of(model: LoadedModel) -> object:
 
 
 def close(models: Sequence[LoadedModel], surplus: Sequence[Instance], begin: Begin) -> None:
-    """Give back what these take. `begin` is given the work: a backend's `close` may never return.
+    """Give back what these take. `begin` is given the work, one for each model: a backend's `close` may never return.
 
     That it goes on shows in the statistics page before this returns.
     """
-    leaving = [*surplus, *(instance for model in models for instance in model.instances)]
-    if not leaving:
-        return
+    fewer: dict[LoadedModel, list[Instance]] = {}
+    for instance in surplus:
+        fewer.setdefault(instance.model, []).append(instance)
+    for instances in fewer.values():
+        _begin(instances, partial(_close_each, instances), begin)
+    for model in models:
+        _begin(model.instances, model.close, begin)
 
+
+def _begin(leaving: Sequence[Instance], end: Callable[[], None], begin: Begin) -> None:
     def work() -> None:
-        for instance in surplus:
-            instance.flush()
-            instance.close()
-        for model in models:
-            model.close()
+        try:
+            end()
+        except BaseException:  # then nothing goes on that would be worth the worker
+            for instance in leaving:
+                instance.has_left()
+            raise
         trim()
 
-    leaving[0].leaves()
+    for instance in leaving[:1]:
+        instance.leaves()
     begin(work)
+
+
+def _close_each(instances: Sequence[Instance]) -> None:
+    for instance in instances:
+        instance.flush()
+        instance.close()

@@ -6,6 +6,8 @@ import logging
 import threading
 from types import SimpleNamespace
 
+import pytest
+
 from broker.worker.closing import Closing
 from shm import statistics
 from tests.unit.test_scheduler import models, scheduler, turn  # noqa: F401 (fixtures)
@@ -59,4 +61,25 @@ def test_that_a_model_is_being_closed_shows_before_that_begins_and_until_it_is_d
     (work,) = begun
     work()
     assert seen == [[True, False], [False, True]], "each for as long as its own takes"
+    assert not any(block[statistics.CLOSING] for block in blocks)
+
+
+def test_each_model_ends_by_itself_whatever_becomes_of_the_others(scheduler, models):
+    """One that is stuck keeps no other one loaded, and what is not being closed is not held against its worker."""
+    two = [models(), models(count=2)]
+    begun = []
+    for model in two:
+        scheduler.retire(model)
+    scheduler.close_retired(0, begun.append)
+    blocks = [instance.block for model in two for instance in model.instances]
+    assert [block[statistics.CLOSING] > 0 for block in blocks] == [True, True, False]
+
+    def fail(instance):
+        raise RuntimeError("lost")
+
+    two[1].runner = SimpleNamespace(forget=fail)
+    with pytest.raises(RuntimeError, match="lost"):
+        begun[1]()
+    assert [block[statistics.CLOSING] > 0 for block in blocks] == [True, False, False]
+    begun[0]()
     assert not any(block[statistics.CLOSING] for block in blocks)

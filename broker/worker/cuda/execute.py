@@ -82,7 +82,7 @@ class CudaRunner:
     def forget(self, instance: Instance) -> None:
         """It is closed, nothing runs on it."""
         self._batches.pop(instance.number, None)
-        for key in [key for key in self._lanes if key[0] == instance.number]:
+        for key in [key for key in tuple(self._lanes) if key[0] == instance.number]:  # others may be closed just now
             self._lanes.pop(key).close()
 
     def _begin(self, instance: Instance, request: Request, patience: int) -> bool:
