@@ -152,7 +152,7 @@ _TABLES = {
 
 def _cell(row: dict[str, Any], name: str) -> str:
     value = row.get(name)
-    if name == "last_death" and value:
+    if name == "last_death" and value and "last_death_age_s" in row:  # a broker of an older version does not say
         return f"{value}, {row['last_death_age_s']:.0f} s ago"
     return ", ".join(value) if isinstance(value, list) else "" if value is None else str(value)
 

@@ -193,9 +193,10 @@ class WorkerProcess:
             return False
         if self._ping is None or self._ping.done():
             self.ping()
-        assert self._ping is not None
-        await asyncio.wait((self._ping,), timeout=max(0.0, limit_s - self.owes_s))
-        return self.answered and not self.died.is_set()
+        ping = self._ping  # there may be the next one before this one's answer is seen here
+        assert ping is not None
+        await asyncio.wait((ping,), timeout=max(0.0, limit_s - self.owes_s))
+        return ping.done() and not self.died.is_set()
 
     @property
     def answered(self) -> bool:

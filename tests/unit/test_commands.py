@@ -96,6 +96,8 @@ def test_tables_for_people():
     gpu = {"ordinal": 0, "name": "H200", "uuid": "GPU-1", "total_memory": 5}
     dead = {"key": "cpu/default", "last_death": "killed by SIGKILL", "last_death_age_s": 12.4}
     assert "killed by SIGKILL, 12 s ago" in human({**DOCUMENT, "workers": [dead]})
+    del dead["last_death_age_s"]  # as a broker of an older version has it
+    assert "killed by SIGKILL" in human({**DOCUMENT, "workers": [dead]})
     assert "GPU 0: H200, GPU-1, 5 bytes\n" in human({**DOCUMENT, "cuda": {"reason": "", "gpus": [gpu]}})
     assert "no GPU: no driver\n" in human({**DOCUMENT, "cuda": {"reason": "no driver", "gpus": []}})
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +12,8 @@ from typing import Any
 import pytest
 
 from broker import silence
+from broker.worker.messages import Acknowledged
+from broker.worker_process import WorkerProcess
 from shm.layout import AWAY
 from tests.fakes.channel import Twin
 from tests.fakes.workers import record_of
@@ -44,3 +49,29 @@ def test_nothing_is_written_where_nothing_has_changed(twin: Twin) -> None:
     client._words[AWAY] = 1
     silence.look("cpu/left", process, [record_of(twin)], 1.0)
     assert client.away
+
+
+def test_an_answer_counts_although_the_next_one_is_owed_by_the_time_it_is_seen() -> None:
+    """The watch asks as soon as there is an answer, and whoever waits for that has its turn later."""
+
+    async def ask() -> tuple[bool, bool]:
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        here.setblocking(False)
+        process = WorkerProcess(
+            here, os.getpid(), os.pidfd_open(os.getpid()), 1, on_exit=lambda _: None, on_notice=lambda _: None
+        )
+        try:
+            asked = asyncio.ensure_future(process.answers(60))
+            await asyncio.sleep(0)
+            process._take(Acknowledged(id=1))
+            process.ping()
+            return await asked, process.answered
+        finally:
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(here)
+            loop.remove_reader(process.pidfd)
+            process.close()
+            here.close()
+            there.close()
+
+    assert asyncio.run(ask()) == (True, False)
