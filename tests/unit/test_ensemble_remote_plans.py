@@ -180,6 +180,20 @@ def test_a_sequence_begins_where_one_of_its_number_may_live_on(session):
     assert [plan.home(number, True, 1, 0).worker for number in (1, 2, 4)] == [B, C, B]
 
 
+def test_a_step_that_can_go_nowhere_else_waits_although_that_worker_was_just_asked_whether_it_is_up(session):
+    plan = bound(session, A, B)
+    session.answer()
+    assert chosen(plan, AGAIN_NS + 1) == {A}
+    assert plan.home(1, False, 1, 0).worker == B
+    ((message, _),) = session.calls
+    assert not message.wait
+    session.answer(InferError(Code.UNAVAILABLE, "worker 'cpu/b' does not respond"))
+    ((message, _),) = session.calls
+    assert (message.worker, message.wait, plan.word(B)) == (B, True, 0)
+    session.answer()
+    assert plan.word(B) == WORD
+
+
 def test_what_is_let_go_is_let_go_once(session):
     plan = bound(session, A, B)
     plan.release()

@@ -75,7 +75,7 @@ class Bound:
         self._member = message.plan.model
         self._word = 0
         self._at: tuple[str, ...] = ()  # where it is bound
-        self._asked: set[str] = set()  # where it is about to be
+        self._asked: dict[str, bool] = {}  # where it is about to be: is that to be waited for?
         self._refused: dict[str, InferError] = {}
         self._tried_ns = 0
         self._error: InferError | None = None
@@ -160,13 +160,13 @@ class Bound:
                 return
             self._tried_ns = now
             missing = tuple(each for each in self._workers if each not in self._at and each not in self._asked)
-            self._asked.update(missing)
+            self._asked.update(dict.fromkeys(missing, False))
         self._ask(missing, wait=False)
 
     def _bind_at(self, workers: tuple[str, ...], *, wait: bool) -> None:
         with self._lock:
             new = tuple(each for each in workers if each not in self._at and each not in self._asked)
-            self._asked.update(new)
+            self._asked.update((each, wait) for each in workers if each in new or (wait and each in self._asked))
             known = self._word
         if known:
             self._ask(new, wait=wait)
@@ -179,11 +179,15 @@ class Bound:
             def bound(reply: Reply | InferError, fds: list[int], worker: str = worker) -> None:
                 close_all(fds)
                 with self._lock:
-                    self._asked.discard(worker)
+                    again = isinstance(reply, InferError) and self._asked[worker] and not wait
+                    if not again:
+                        del self._asked[worker]
                     if isinstance(reply, InferError):
                         self._refused[worker] = reply
                     else:
                         self._at = (*self._at, worker)
+                if again:  # a step has come meanwhile that can go nowhere else
+                    self._ask((worker,), wait=True)
 
             self._session.call(message, bound)
 
