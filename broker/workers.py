@@ -274,7 +274,7 @@ class Workers:
     def _end_unclosed(self, unclosed: Running, worker: Worker) -> None:
         name, version = owner = self.blocks.owner(unclosed.block)
         text = self.unclosed[owner] = (
-            f"'close' of the backend of model '{name}' version {version}, which serves nobody any more, did not end "
+            f"'close' of an instance of model '{name}' version {version} that serves nobody any more did not end "
             f"within {self.close_s:g} s (a tenth of --model-load-timeout-secs, at least {CLOSE_FLOOR_S:g} s)"
         )
         worker.kill(text)

@@ -181,7 +181,7 @@ async def test_an_end_that_never_comes_ends_with_its_process_and_is_named(reposi
         worker = served.workers_for("slow")[0]
         worker._owner.close_s = 0.3
         text = (
-            "'close' of the backend of model 'slow' version 1, which serves nobody any more, did not end within 0.3 s "
+            "'close' of an instance of model 'slow' version 1 that serves nobody any more did not end within 0.3 s "
             "(a tenth of --model-load-timeout-secs, at least 5 s)"
         )
         if replaced:
