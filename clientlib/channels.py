@@ -69,6 +69,11 @@ class Lane:
         with contextlib.suppress(IndexError):
             wake(self.waiters.pop(0))
 
+    @property
+    def is_busy(self) -> bool:
+        """Is something outstanding here, as far as can be told without settling what has ended?"""
+        return self.channel.outstanding > 0 and not self.channel.unread
+
     def close_unused(self) -> bool:
         """Close it if nothing is outstanding here and nobody is looking; else False. Nobody may be about to submit."""
         if not self.channel.role.acquire(blocking=False):
@@ -183,8 +188,8 @@ class Lanes:
     def give_up(self) -> Lane | None:
         """The lane of the thread that ended first, closed. None: each may be used by a thread, or has a request."""
         for lane in tuple(self._free):
-            if not _removed(self._free, lane):
-                continue
+            if lane in self._shared or lane.is_busy or not _removed(self._free, lane):
+                continue  # not out of the lists even for a moment: who is refused a channel may share it
             self._all.remove(lane)  # then look who shares it; `shared` does the reverse, so one of the two sees it
             if lane not in self._shared and lane.close_unused():
                 return lane

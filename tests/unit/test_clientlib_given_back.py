@@ -17,6 +17,7 @@ import pytest
 import clientlib
 from clientlib import async_lane
 from clientlib.async_client import AsyncClient
+from clientlib.channels import Lanes
 from clientlib.pending import Pending
 from shm.errors import Code, InferError
 from shm.layout import FINAL
@@ -209,6 +210,29 @@ def test_requests_that_ended_threads_have_left_keep_their_channel(broker: SmallB
         assert left.result(60)["y"].shape == (1, 4), "its channel was kept"
         assert pending.done()
         assert not pending.cancel()
+
+
+def test_what_cannot_be_given_back_can_be_shared_all_the_time() -> None:
+    class Busy:
+        unread = False
+        role = threading.Lock()
+
+        @property
+        def outstanding(self) -> int:
+            assert len(lanes.all()) == 1
+            return 1
+
+        def reap(self) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+    lanes, channel, nobody = Lanes(1), Busy(), None
+    lane = lanes.add("cpu/a", channel, nobody)  # type: ignore[arg-type]
+    lanes.give_back(lane)
+    assert lanes.give_up() is None
+    assert lanes.mine("cpu/a") is lane
 
 
 def test_a_channel_that_is_shared_lives_as_long_as_those_who_share_it(broker: SmallBroker) -> None:
