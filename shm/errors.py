@@ -95,7 +95,7 @@ def fresh(error: E) -> E:
     else holds the error holds those as well, and a name in one of these frames makes a cycle: arrays and places of
     requests would stay in use until Python looks for cycles, which may be never.
     """
-    copy = type(error).__new__(type(error), *error.args)
+    copy = Exception.__new__(type(error), *error.args)  # one of own code may be made from other arguments
     copy.__dict__.update(error.__dict__)
     return copy
 

@@ -56,9 +56,10 @@ class Model:
 """
 CODE = {"runs": RUNS, "loads": LOADS, "imports": IMPORTS, "streams": STREAMS}
 
-# Texts that neither a message nor UTF-8 can carry, none at all, and one whose attributes cannot be set.
+# Texts that neither a message nor UTF-8 can carry, none at all; one whose attributes cannot be set; odd InferErrors.
 ODD = """
 import dataclasses
+from shm.errors import InferError
 
 class Mute(Exception):
     def __str__(self):
@@ -68,7 +69,15 @@ class Mute(Exception):
 class Frozen(Exception):
     text: str
 
+class Wide(InferError):
+    def __new__(cls, *, text):
+        return super().__new__(cls)
+
+    def __init__(self, *, text):
+        super().__init__("NOT_FOUND", text)
+
 ERRORS = [ValueError("a file named \\udc80"), ValueError("x" * 1_000_000), Mute(), Frozen("for good")]
+ERRORS += [Wide(text="not here"), InferError("ODD", "what"), InferError("OK", "fine"), InferError("INTERNAL", None)]
 at = 0
 """
 ODD_RUNS = ODD + RUNS.replace('raise ValueError("not today")  # here', "global at; at += 1; raise ERRORS[at - 1]")
@@ -154,14 +163,16 @@ def test_whatever_own_code_raises_is_an_answer(tmp_path: Path) -> None:
         broker.ready()
         with clientlib.connect(f"ipc://{broker.directory}") as client:
             told = []
-            for _ in range(4):
+            for _ in range(8):
                 with pytest.raises(clientlib.InferError) as raised:
                     client.infer("runs", {"x": np.ones(1, np.float32)})
                 told.append(raised.value.message)
         mute = "Mute: its text cannot be had, its __str__ failed"
-        assert told == ["ValueError: a file named ?", told[1], mute, "Frozen: for good"]
+        assert told[:4] == ["ValueError: a file named ?", told[1], mute, "Frozen: for good"]
+        odd = ("[ODD] what", "[OK] fine", "[INTERNAL] None")
+        assert told[4:] == ["not here", *(f"InferError: {text}" for text in odd)]
         assert told[1].startswith("ValueError: xxxx")
-        for version, text in enumerate(told, 1):
+        for version, text in enumerate(told[:4], 1):
             assert f"failed to load 'loads' version {version}: {text[:100]}" in broker.log()
         assert all(worker["restarts"] == 0 for worker in broker.status()["workers"]), broker.log()
 
