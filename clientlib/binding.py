@@ -96,7 +96,10 @@ class Binder(Generic[L]):
             except InferError as error:
                 if error.code != Code.UNAVAILABLE.name or isinstance(error, Unanswered):
                     raise
-                unused = link.lanes.give_up() if is_out_of_channels(error) else None
+                full = is_out_of_channels(error)
+                if full and (lane := link.lanes.mine(worker)) is not None:
+                    return lane  # one that was left meanwhile
+                unused = link.lanes.give_up() if full else None
                 if unused is None:
                     # Several threads may have asked for the last channel at once.
                     if (lane := link.lanes.shared(worker)) is not None:

@@ -212,6 +212,20 @@ def test_requests_that_ended_threads_have_left_keep_their_channel(broker: SmallB
         assert not pending.cancel()
 
 
+def test_one_that_was_left_meanwhile_is_taken_and_not_given_back(broker: SmallBroker) -> None:
+    with connect(broker) as client, thread() as owner:
+        in_thread(client, "spread")
+        owner.submit(infer, client, "double").result(60)
+
+        def refuse(asked: Any) -> Any:
+            owner.shutdown()
+            raise InferError(Code.UNAVAILABLE, "too many channels: there are as many as there can be")
+
+        broker.answers["OpenChannel"] = refuse
+        infer(client, "double")
+        assert (broker.closed, lanes_of(client)) == ([], ["cpu/a", "cpu/b"])
+
+
 def test_what_cannot_be_given_back_can_be_shared_all_the_time() -> None:
     class Busy:
         unread = False
