@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import re
-from typing import Any, NamedTuple, TypeVar, final
+from typing import Any, NamedTuple, TypeGuard, TypeVar, final
 
 
 @final
@@ -190,6 +190,13 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
+def can_be_told(error: BaseException) -> TypeGuard[InferError]:
+    """Is it an InferError of a code and a text? Own code makes them, too, of whatever it likes."""
+    code, text = getattr(error, "code", None), getattr(error, "message", None)
+    is_one = isinstance(error, InferError) and isinstance(code, str) and isinstance(text, str)
+    return is_one and code in Code.__members__ and code != Code.OK.name
+
+
 def as_infer_error(error: Exception) -> InferError:
     """One that may be kept or raised (see `fresh`): what `error` says, or INTERNAL with its description."""
-    return fresh(error) if isinstance(error, InferError) else InferError(Code.INTERNAL, described(error))
+    return fresh(error) if can_be_told(error) else InferError(Code.INTERNAL, described(error))

@@ -12,7 +12,7 @@ from typing import final
 
 from broker.worker.messages import LinkMessage, Refused, ToWorker, decode_to_worker, encode, sendable
 from shm import sockets
-from shm.errors import InferError, described
+from shm.errors import can_be_told, described
 
 SEND_MS = 10_000
 
@@ -74,7 +74,7 @@ def is_lacking(error: BaseException) -> bool:
 def refusal(number: int, error: BaseException) -> Refused:
     """The answer to request `number`, which ended in `error`."""
     code, text, lacking = "INTERNAL", described(error), is_lacking(error)
-    if isinstance(error, InferError):
+    if can_be_told(error):
         code, text = error.code, error.message
     elif lacking and isinstance(error, OSError):
         code, text = "UNAVAILABLE", str(error.strerror) if error.errno == errno.EAGAIN else no_descriptors()

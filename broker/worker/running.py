@@ -14,7 +14,7 @@ from broker.worker.plans import Plan
 from broker.worker.tracebacks import complain
 from shm import statistics
 from shm.admission import Request
-from shm.errors import Code, InferError, described, forget_frames, fresh
+from shm.errors import Code, InferError, can_be_told, described, forget_frames, fresh
 
 _now = time.monotonic_ns
 
@@ -46,17 +46,11 @@ def fail(instance: Instance, request: Request, error: Exception, began: int) -> 
 
 def answer(instance: Instance, error: Exception) -> InferError:
     """What a request of its model is told, in one line."""
-    if not (isinstance(error, InferError) and _can_be_told(error)):
+    if not can_be_told(error):
         return InferError(Code.INTERNAL, described(error).splitlines()[0])
     if error.__cause__ is not None and not isinstance(error.__cause__, Exception):  # what `OWN_CODE` has caught
         return InferError(error.code, f"model '{instance.model.name}', instance '{instance.name}': {error.message}")
     return fresh(error)
-
-
-def _can_be_told(error: InferError) -> bool:
-    """Own code makes them, too, with whatever it likes for code and text."""
-    code, text = getattr(error, "code", None), getattr(error, "message", None)
-    return isinstance(code, str) and code in Code.__members__ and code != Code.OK.name and isinstance(text, str)
 
 
 def neighbours(requests: Sequence[Request]) -> tuple[int, int] | None:

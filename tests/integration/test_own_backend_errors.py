@@ -157,7 +157,7 @@ def test_whatever_own_code_raises_is_an_answer(tmp_path: Path) -> None:
     for name, code in {"runs": ODD_RUNS, "loads": ODD_LOADS}.items():
         directory = models.write_model(root, name, config=CONFIG + policy)
         (directory / "backend.py").write_text(code)
-        for version in (2, 3, 4) if name == "loads" else ():
+        for version in range(2, 9) if name == "loads" else ():
             (directory / str(version)).mkdir()
     with Broker(root, tmp_path / "run", "--exit-on-error=false", "--strict-readiness=false") as broker:
         broker.ready()
@@ -172,7 +172,7 @@ def test_whatever_own_code_raises_is_an_answer(tmp_path: Path) -> None:
         odd = ("[ODD] what", "[OK] fine", "[INTERNAL] None")
         assert told[4:] == ["not here", *(f"InferError: {text}" for text in odd)]
         assert told[1].startswith("ValueError: xxxx")
-        for version, text in enumerate(told[:4], 1):
+        for version, text in enumerate(told, 1):
             assert f"failed to load 'loads' version {version}: {text[:100]}" in broker.log()
         assert all(worker["restarts"] == 0 for worker in broker.status()["workers"]), broker.log()
 
