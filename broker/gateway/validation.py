@@ -80,9 +80,11 @@ def _outputs(model: ModelMetadata, asked: Sequence[RequestedOutput] | None) -> l
 
 def _check_inputs_named(model: ModelMetadata, given: Sequence[InputTensor]) -> None:
     names = [tensor.name for tensor in given]
+    seen: set[str] = set()  # there may be very many
     for index, name in enumerate(names):
-        if name in names[:index]:
+        if name in seen:
             raise refused(f"input '{name}' already exists in request", f"inputs[{index}].name", _twice(name))
+        seen.add(name)
     known = [tensor.name for tensor in model.inputs]
     required = [tensor.name for tensor in model.inputs if not tensor.optional]
     missing = [name for name in required if name not in names]

@@ -169,6 +169,22 @@ def test_what_does_not_fit_is_refused_in_tritons_words(metadata, inputs, expecte
     assert refusal(metadata, *inputs) == expected
 
 
+def test_very_many_inputs_are_refused_without_comparing_each_with_each():
+    compared = []
+
+    class Name(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other):
+            compared.append(other)
+            return str.__eq__(self, other)
+
+    inputs = [InputTensor(Name(f"n{index}"), "FP32", (1,), bytes(4)) for index in range(500)]
+    text = refusal(model(("x", "FP32", (-1,))), *inputs)
+    assert text.startswith("expected 1 inputs but got 500 inputs for model 'm'. Got input(s) ['n0','n1',")
+    assert len(compared) < 10 * len(inputs)
+
+
 def test_an_unknown_output_is_named_before_anything_else():
     wanted = [RequestedOutput("y"), RequestedOutput("nothing")]
     assert refusal(ONE, outputs=wanted) == "unexpected inference output 'nothing' for model 'm'"
