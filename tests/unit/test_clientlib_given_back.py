@@ -317,9 +317,9 @@ def test_what_has_ended_when_its_channel_is_given_back_is_not_lost() -> None:
         def look(self) -> None:
             pass
 
-    nothing: Any = None
-    lane: Any = Closing()
-    pending = Pending(nothing, lane, nothing, 0, 0, 0, 0)
+    pending: Any = object.__new__(Pending)
+    pending.lane = Closing()
+    pending.entry = pending._wakes = None
     assert pending.done()
     pending.entry = None
     assert pending.wait(math.inf)
