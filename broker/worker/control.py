@@ -131,8 +131,6 @@ class Control:
     def _look(self) -> None:
         if self._leaving:
             self._let_go()
-        if not self._waits:
-            return
         waiting, self._waits = self._waits, []
         for ready, then in waiting:
             if ready():
@@ -201,9 +199,11 @@ class Control:
             self._loop.serve()
         except BaseException:
             # A worker whose loop is broken must not look alive: its replacement redoes everything from the ledger.
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(70)
+            try:
+                traceback.print_exc()  # which asks the exception, and that may be own code's
+                sys.stderr.flush()
+            finally:
+                os._exit(70)
 
     # --- regions and plans --------------------------------------------------------------------------------------
 

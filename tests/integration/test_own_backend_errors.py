@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -220,3 +222,28 @@ def test_own_code_that_exits_ends_its_request_and_nothing_else(tmp_path: Path) -
             assert plan.infer(timeout=30)["y"].tolist() == [7]
         assert "model 'exits' raised SystemExit" in broker.log(), "with its traceback, once"
         assert all(worker["restarts"] == 0 for worker in broker.status()["workers"]), broker.log()
+
+
+BROKEN = """
+from types import SimpleNamespace
+from broker.worker.control import Control
+
+class Odd(Exception):
+    @property
+    def __traceback__(self):
+        raise ValueError("nobody is to see it")
+
+def serve():
+    try:
+        raise Odd
+    except Odd:
+        raise RuntimeError("while it was looked at")
+
+Control._serve(SimpleNamespace(_loop=SimpleNamespace(serve=serve)))
+"""
+
+
+def test_a_worker_whose_loop_is_broken_ends_although_it_cannot_say_why() -> None:
+    """It went on without that thread, and with what the thread had taken: requests waited for ever."""
+    ended = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, timeout=60, check=False)
+    assert ended.returncode == 70, ended.stderr
