@@ -18,6 +18,7 @@ from broker.repository.scan import NOT_UNIQUE
 from shm.errors import Code, InferError
 
 _IN_PATH = r"[\w./+-]"  # a root that begins or ends in the middle of a path is another one
+_OUTWARDS = re.compile(r"is a link to /.*?(?=, which )")  # `scan.broken_link`
 BAD_OVERRIDE = "Invalid config override: "
 
 
@@ -35,7 +36,7 @@ def for_clients(reason: str, roots: Iterable[str]) -> str:
         name = os.path.basename(root).replace("\\", r"\\")  # of which `re.sub` would make references
         reason = re.sub(rf"(?<!{_IN_PATH}){re.escape(root)}/+", "", reason)
         reason = re.sub(rf"(?<!{_IN_PATH}){re.escape(root)}(?!{_IN_PATH})", name, reason)
-    return reason
+    return _OUTWARDS.sub("is a link out of the model repository", reason)
 
 
 def shown_to_clients(failure: LoadFailure, roots: Iterable[str]) -> LoadFailure:

@@ -80,7 +80,7 @@ def manifests(repositories: Sequence[str]) -> dict[str, Manifest] | None:
     found = scan(repositories)
     if found.errors:
         return None
-    listed = {name: _manifest(directory.path) for name, directory in found.models.items()}
+    listed = {name: _link(directory.path) + _manifest(directory.path) for name, directory in found.models.items()}
     return listed | {name: ((reason, 0, 0, 0),) for name, reason in found.failures.items()}
 
 
@@ -110,7 +110,9 @@ class Watch:
 
 
 def _manifest(directory: str) -> Manifest:
-    """Symbolic links are followed, as when it is loaded; a loop of them ends at MAX_ENTRIES or the path limit."""
+    """Symbolic links are followed, as when it is loaded, and where they lead is part of it; a loop of them ends at
+    MAX_ENTRIES or the path limit.
+    """
     entries: list[tuple[str, int, int, int]] = []
     waiting = [""]
     while waiting and len(entries) < MAX_ENTRIES:
@@ -124,6 +126,7 @@ def _manifest(directory: str) -> Manifest:
             if name in _CACHES:
                 continue
             path = os.path.join(below, name)
+            entries += _link(os.path.join(directory, path))
             try:
                 status = os.stat(os.path.join(directory, path))
             except OSError as error:
@@ -135,3 +138,11 @@ def _manifest(directory: str) -> Manifest:
             else:
                 entries.append((path, status.st_mtime_ns, status.st_size, status.st_ino))
     return tuple(sorted(entries))
+
+
+def _link(path: str) -> Manifest:
+    """What a link says, as an entry: set anew, it may lead to files that are the same but for where they lie."""
+    try:
+        return ((f"{path} -> {os.readlink(path)}", 0, 0, 0),)
+    except OSError:  # it is none
+        return ()

@@ -1,15 +1,17 @@
 """Which models and versions a repository holds, by directory names alone.
 
-Called by the broker (to list and poll) and by the loader (to find the files). Opens no file and parses nothing; every
-path it returns lies inside the repository after all symbolic links are followed.
+Called by the broker (to list and poll) and by the loader (to find the files). Opens no file and parses nothing.
+Symbolic links are followed, as in Triton, also those that lead out of a repository: it is the operator's, and shared
+stores are linked into it. Paths stay as they are seen from the repository, so a link that is set anew counts.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -21,15 +23,20 @@ _MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,254}")
 _VERSION = re.compile(r"[0-9]{1,19}")
 _MAX_VERSION = 2**63 - 1
 _MODEL_FILES = frozenset({".onnx", ".plan", ".pt", ".pt2", ".savedmodel", ".graphdef", ".xml"})
+_NOWHERE = {errno.ENOENT: "does not exist", errno.ELOOP: "leads back to itself"}
 _NEVER_VERSIONS = frozenset({"configs", "warmup", "initial_state"})  # Triton's names for other things
 
 
 class ModelDirectory(msgspec.Struct, frozen=True):
-    """A directory with a valid model name. `repository` and `path` are absolute, free of symbolic links."""
+    """A directory with a valid model name. `repository` is absolute, free of symbolic links; `path` is that and `name`.
+
+    `links`: may what its configuration names lie elsewhere, behind a link? Not where that one came with a load.
+    """
 
     name: str
     path: str
     repository: str
+    links: bool = True
 
 
 class Repositories(msgspec.Struct, frozen=True):
@@ -47,12 +54,14 @@ class Repositories(msgspec.Struct, frozen=True):
 
 class Versions(msgspec.Struct, frozen=True):
     """Version number → absolute path, ascending, before any version policy. `ignored`: one sentence per directory that
-    is none; `no_numbers`: the names of those that are called something else.
+    is none; `no_numbers`: the names of those that are called something else; `broken`: one sentence per version that is
+    a link to nowhere.
     """
 
     paths: dict[int, str]
     ignored: tuple[str, ...]
     no_numbers: tuple[str, ...] = ()
+    broken: tuple[str, ...] = ()
 
 
 def check_traversal(name: str) -> None:
@@ -82,6 +91,17 @@ def is_inside(path: str, directory: str) -> bool:
     return os.path.commonpath((root, os.path.realpath(path))) == root
 
 
+def broken_link(path: str) -> str:
+    """Of a symbolic link that cannot be followed: what it is, and where it leads; else ""."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            why = _NOWHERE.get(error.errno or 0, f"cannot be reached: {error.strerror}")
+            return f"{path} is a link to {os.readlink(path)}, which {why}"
+    return ""
+
+
 def scan(repositories: Sequence[str]) -> Repositories:
     """List the model directories of all `repositories`. Never raises for what it finds on disk."""
     models: dict[str, ModelDirectory] = {}
@@ -93,7 +113,8 @@ def scan(repositories: Sequence[str]) -> Repositories:
         if problem:
             errors[repository] = problem
             continue
-        for name in names:
+        broken = dict(_broken(root))
+        for name in sorted({*names, *broken}):
             try:
                 check_model_name(name)
             except InferError as error:
@@ -105,12 +126,10 @@ def scan(repositories: Sequence[str]) -> Repositories:
                 failures.setdefault(name, NOT_UNIQUE % name)
                 if other is not None:
                     failures[name] += f"\n    it is in {other.repository} and in {root}"
-            elif not is_inside(os.path.join(root, name), root):
-                failures[name] = (
-                    f"failed to poll model '{name}': its directory is a link out of the model repository {root!r}"
-                )
+            elif name in broken:
+                failures[name] = f"failed to poll model '{name}': {broken[name]}"
             else:
-                models[name] = ModelDirectory(name, os.path.realpath(os.path.join(root, name)), root)
+                models[name] = ModelDirectory(name, os.path.join(root, name), root)
     return Repositories(models, failures, errors, frozenset(in_several))
 
 
@@ -151,11 +170,11 @@ def list_versions(model: ModelDirectory) -> Versions:
             no_numbers.append(name)
         elif name.startswith("0"):
             ignored.append(f"ignore version directory '{name}' which contains leading zeros in its directory name")
-        elif not is_inside(path, model.repository):
-            ignored.append(f"ignore version directory '{name}' which is a link out of the model repository")
         else:
-            paths[int(name)] = os.path.realpath(path)
-    return Versions(dict(sorted(paths.items())), tuple(ignored), tuple(no_numbers))
+            paths[int(name)] = path
+    broken = tuple(why for name, why in _broken(model.path) if _VERSION.fullmatch(name))
+    ignored += [f"version is not served: {why}" for why in broken]
+    return Versions(dict(sorted(paths.items())), tuple(ignored), tuple(no_numbers), broken)
 
 
 def why_no_version(path: str) -> str:
@@ -187,6 +206,16 @@ def _list(repository: str) -> tuple[str, list[str], str]:
         return root, _subdirectories(root), ""
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         return "", [], f"failed to read model repository {repository!r}: {getattr(error, 'strerror', error)}"
+
+
+def _broken(path: str) -> Iterator[tuple[str, str]]:
+    """The links in `path` that lead nowhere and are called like a model or version, and why."""
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        names = sorted(filter(_MODEL_NAME.fullmatch, os.listdir(path)))
+    for name in names:
+        if why := broken_link(os.path.join(path, name)):
+            yield name, why
 
 
 def _subdirectories(path: str) -> list[str]:

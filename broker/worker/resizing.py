@@ -28,10 +28,11 @@ MAX_FILES = 10_000
 def files_of(config: ModelConfig, version: int) -> Files:
     """What a version is loaded from, its backend's code included; None: too much to compare."""
     found = [(path, file_stamp(path)) for path in [os.path.join(config.directory, "backend.py")]]
-    for directory, below, names in os.walk(config.versions.get(version, "")):
+    walk = os.walk(config.versions.get(version, ""), followlinks=True)  # of a loop of links there is no end
+    for directories, (directory, below, names) in enumerate(walk):
         below[:] = [name for name in below if name != "__pycache__"]
         found += [(path, file_stamp(path)) for path in (os.path.join(directory, name) for name in names)]
-        if len(found) > MAX_FILES:
+        if len(found) + directories > MAX_FILES:
             return None
     return tuple(sorted(found))
 

@@ -26,6 +26,9 @@ from shm.errors import Code, InferError
         ("it is in /srv/models and in /srv/models2", "it is in models and in /srv/models2"),
         ("/data/srv/models/yolo and /srv/models.old/yolo", "/data/srv/models/yolo and /srv/models.old/yolo"),
         ("no path at all", "no path at all"),
+        ("/srv/models/m/1 is a link to ../a, which x", "m/1 is a link to ../a, which x"),
+        ("/srv/models/m/1 is a link to /srv/models/a, which x", "m/1 is a link to a, which x"),
+        ("/srv/models/m is a link to /home/b, c, which x", "m is a link out of the model repository, which x"),
     ],
 )
 def test_where_the_repository_lies_is_not_said(reason: str, shown: str) -> None:

@@ -18,6 +18,7 @@ from tests.fakes import models
 from tests.fakes.loading import config_of, reason_of, run
 
 ADD1 = models.add1().SerializeToString()
+LABELLED = 'output { name: "y" data_type: TYPE_FP32 dims: -1 label_filename: "labels" }'
 
 
 # --- the file itself ----------------------------------------------------------------------------------------------
@@ -110,17 +111,52 @@ def test_links_of_files(tmp_path):
     models.write_model(root, "m")
     path = root / "m" / "1" / "model.onnx"
     path.symlink_to(outside / "model.onnx")
-    assert "model.onnx: is a link out of the model repository" in run(root).reason
-    path.unlink()
-    (root / ".store").mkdir()
-    (root / ".store" / "blob").write_bytes(ADD1)
-    path.symlink_to(root / ".store" / "blob")
     assert isinstance(run(root), ModelConfig)
     path.unlink()
     path.symlink_to("nowhere")
-    assert "cannot be opened: No such file" in run(root).reason
-    (root / "m" / "config.pbtxt").symlink_to("/etc/passwd")
-    assert "config.pbtxt: is a link out of the model repository" in run(root).reason
+    assert run(root).reason == f"{path} is a link to nowhere, which does not exist"
+    path.unlink()
+    path.symlink_to("/dev/null")
+    assert "is not a regular file" in run(root).reason
+    path.parent.rename(outside / "1")
+    (root / "m" / "1").symlink_to("absent")
+    reason = f"failed to load 'm', no version is available: {root}/m/1 is a link to absent, which does not exist"
+    assert run(root).reason == reason
+    (root / "m" / "config.pbtxt").symlink_to(root / "m" / "config.pbtxt")
+    assert run(root).reason.endswith("config.pbtxt, which leads back to itself")
+
+
+def test_a_model_whose_parts_are_all_links(tmp_path):
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    store = models.write_model(outside, "m", models.add1(), config=LABELLED)
+    (store / "labels").write_text("cat\n")
+    (root / "m").mkdir(parents=True)
+    for name in ("1", "labels", "config.pbtxt"):
+        (root / "m" / name).symlink_to(store / name)
+    (root / "whole").symlink_to(store)
+    for name in ("m", "whole"):
+        found = run(root, name)
+        assert isinstance(found, ModelConfig), found.reason
+        assert found.versions == {1: str(root / name / "1")}
+        assert found.output[0].labels == b"cat\n"
+
+
+def test_what_came_with_a_load_names_no_file_behind_a_link(tmp_path):
+    """Clients choose these names; what lies behind links is for the operator to choose."""
+    (tmp_path / "secret").write_bytes(ADD1)
+    directory = models.write_model(tmp_path, "m", models.add1())
+    (directory / "1" / "other.onnx").symlink_to(tmp_path / "secret")
+    (directory / "labels").symlink_to(tmp_path / "secret")
+    (directory / "1" / "model.onnx").rename(tmp_path / "stored")
+    (directory / "1" / "model.onnx").symlink_to(tmp_path / "stored")
+    labelled = '{"output": [{"name": "y", "data_type": "TYPE_FP32", "dims": [-1], "label_filename": "labels"}]}'
+    for config, part in (
+        ('{"default_model_filename": "other.onnx"}', "must stay within the version directory"),
+        (labelled, "label_filename 'labels', which is no file in"),
+    ):
+        assert part in run(tmp_path, overrides={"m": config}).reason
+    for config in ('{"max_batch_size": 2}', '{"default_model_filename": "model.onnx"}'):
+        assert isinstance(run(tmp_path, overrides={"m": config}), ModelConfig)
 
 
 # --- tensors that no request can carry ----------------------------------------------------------------------------

@@ -96,17 +96,25 @@ def test_repositories_that_cannot_be_read(tmp_path):
     assert len(found.errors) == 3
 
 
-def test_links_inside_the_repository_work_and_links_out_of_it_do_not(tmp_path):
+def test_links_are_followed_and_those_that_lead_nowhere_are_named(tmp_path):
     root, outside = tmp_path / "root", tmp_path / "outside"
     (root / ".store" / "m").mkdir(parents=True)
     (outside / "1").mkdir(parents=True)
     (root / "inside").symlink_to(root / ".store" / "m")
-    (root / "escape").symlink_to(outside)
-    (root / "loop").symlink_to(root / "loop")
+    (root / "out").symlink_to(outside)
+    (root / "loop").symlink_to("loop")
+    (root / "absent").symlink_to("../nowhere")
+    (root / ".#lock").symlink_to("user@host")
+    (root / "notes").symlink_to(__file__)
     found = scan([str(root)])
-    assert found.models["inside"].path == str(root / ".store" / "m")
-    assert list(found.failures) == ["escape"]
-    assert "is a link out of the model repository" in found.failures["escape"]
+    assert {name: model.path for name, model in found.models.items()} == {
+        "inside": str(root / "inside"),
+        "out": str(root / "out"),
+    }
+    assert found.failures == {
+        "absent": f"failed to poll model 'absent': {root}/absent is a link to ../nowhere, which does not exist",
+        "loop": f"failed to poll model 'loop': {root}/loop is a link to loop, which leads back to itself",
+    }
 
 
 def test_versions(tmp_path):
@@ -115,14 +123,16 @@ def test_versions(tmp_path):
         (model / name).mkdir(parents=True)
     (model / "3").write_text("a file")
     (model / "4").symlink_to(tmp_path.parent)
+    (model / "5").symlink_to("absent")
     found = list_versions(ModelDirectory("m", str(model), str(tmp_path)))
-    assert found.paths == {2: str(model / "2"), 10: str(model / "10")}
-    assert list(found.paths) == [2, 10]
+    assert found.paths == {number: str(model / str(number)) for number in (2, 4, 10)}
+    assert list(found.paths) == [2, 4, 10]
+    assert found.broken == (f"{model}/5 is a link to absent, which does not exist",)
     texts = "\n".join(found.ignored)
     assert "ignore version directory '01' which contains leading zeros in its directory name" in texts
     for name in ("0", "-3", "1.5", "x", "²", "9" * 20):
         assert f"ignore version directory '{name}' which fails to convert to integral number" in texts
-    assert "ignore version directory '4' which is a link out of the model repository" in texts
+    assert f"version is not served: {found.broken[0]}" in texts
     assert len(found.ignored) == 8
 
 

@@ -56,5 +56,24 @@ def test_manifests_see_every_change_of_a_file_and_no_cache(tmp_path):
     assert len({found["m"] for found in seen if found}) == len(seen)
 
 
+def test_manifests_see_links_that_are_set_anew_and_what_changes_behind_them(tmp_path):
+    root = tmp_path / "root"
+    root.mkdir()
+    for name in ("a", "b"):
+        models.write_model(tmp_path / name, "m", b"data")
+    os.unlink(tmp_path / "b" / "m" / "1" / "model.onnx")
+    os.link(tmp_path / "a" / "m" / "1" / "model.onnx", tmp_path / "b" / "m" / "1" / "model.onnx")
+    seen = []
+    for target in ("a", "b", "absent"):  # the files are the same
+        (root / "m").symlink_to(tmp_path / target / "m")
+        seen.append(manifests([str(root)]))
+        (root / "m").unlink()
+    (root / "m").symlink_to(tmp_path / "a" / "m")
+    assert manifests([str(root)]) == seen[0]
+    os.utime(tmp_path / "a" / "m" / "1" / "model.onnx", ns=(1, 1))
+    seen.append(manifests([str(root)]))
+    assert len({found["m"] for found in seen if found}) == 4
+
+
 def test_a_repository_that_cannot_be_read_says_nothing_about_its_models(tmp_path):
     assert manifests([str(tmp_path / "absent")]) is None

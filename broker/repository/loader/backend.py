@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 from tritonclient.grpc import model_config_pb2
 
 from broker.repository.loader.failure import ModelError
-from broker.repository.scan import ModelDirectory, is_inside
+from broker.repository.scan import ModelDirectory, broken_link
 
 _PLATFORMS = {
     "onnxruntime_onnx": "onnxruntime",
@@ -23,7 +23,7 @@ _PLATFORMS = {
     "tensorflow_graphdef": "tensorflow",
     "tensorflow_savedmodel": "tensorflow",
 }
-_FILES = {  # in Triton's order of looking
+MODEL_FILES = {  # in Triton's order of looking
     "model.onnx": "onnxruntime",
     "model.plan": "tensorrt",
     "model.pt": "pytorch",
@@ -113,11 +113,9 @@ def is_ensemble(config: model_config_pb2.ModelConfig) -> bool:
 
 def _custom_backend(model: ModelDirectory) -> bool:
     path = os.path.join(model.path, CUSTOM_BACKEND)
-    if not os.path.isfile(path):
-        return False
-    if not is_inside(path, model.repository):
-        raise ModelError(f"{path}: is a link out of the model repository {model.repository}")
-    return True
+    if why := broken_link(path):
+        raise ModelError(why)
+    return os.path.isfile(path)
 
 
 def _detect(filename: str, model: ModelDirectory, version_paths: Sequence[str]) -> str:
@@ -130,17 +128,17 @@ def _detect(filename: str, model: ModelDirectory, version_paths: Sequence[str]) 
         f"Invalid model name: Could not determine backend for model '{model.name}' with no backend in model "
         "configuration. Expected model name of the form 'model.<backend_name>'. "
         f"{_found(version_paths) or 'there is no version directory'}. Give the model file one of the names "
-        f"{', '.join(_FILES)}, or put its own name into config.pbtxt as 'default_model_filename', or set 'backend' "
-        "there"
+        f"{', '.join(MODEL_FILES)}, or put its own name into config.pbtxt as 'default_model_filename', or set "
+        "'backend' there"
     )
 
 
 def _by_files(filename: str, version_paths: Sequence[str]) -> str:
     """The backend of the file that the text names, or else of one that is there, or ""."""
-    if backend := _FILES.get(f"model{os.path.splitext(filename)[1]}"):
+    if backend := MODEL_FILES.get(f"model{os.path.splitext(filename)[1]}"):
         return backend
     for path in version_paths:
-        for name, backend in _FILES.items():
+        for name, backend in MODEL_FILES.items():
             if os.path.lexists(os.path.join(path, name)):
                 return backend
     return ""
@@ -157,7 +155,7 @@ def _found(version_paths: Sequence[str]) -> str:
 
 
 def _default_file(backend: str, version_paths: Sequence[str]) -> str:
-    for name, owner in _FILES.items():
+    for name, owner in MODEL_FILES.items():
         if owner == backend and any(os.path.lexists(os.path.join(path, name)) for path in version_paths):
             return name
     return _DEFAULT_FILES.get(backend, f"model.{backend}")

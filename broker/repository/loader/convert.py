@@ -141,7 +141,7 @@ def _tensors(
 def _labels(text: Any, model: ModelDirectory) -> bytes:
     if not text.label_filename:
         return b""
-    return read_file(os.path.join(model.path, text.label_filename), model.repository, MAX_LABELS, "1 MiB")
+    return read_file(os.path.join(model.path, text.label_filename), MAX_LABELS, "1 MiB")
 
 
 def _common(

@@ -14,9 +14,9 @@ from tritonclient.grpc import model_config_pb2
 
 from broker.repository.config import MAX_DATA_FILE, YES_NO, InstanceGroup
 from broker.repository.loader.failure import ModelError
-from broker.repository.loader.files import read_file
+from broker.repository.loader.files import named, read_file
 from broker.repository.loader.validate_scheduling import FLAGS, control_kind
-from broker.repository.scan import ModelDirectory, is_inside
+from broker.repository.scan import ModelDirectory
 from broker.repository.scheduling import (
     BatchInput,
     BatchOutput,
@@ -276,10 +276,10 @@ def _check_fits(declared: Any, text: Any, where: str) -> None:
 def _data_file(model: ModelDirectory, directory: str, name: str, where: str) -> tuple[bytes, str]:
     """Its bytes and its path."""
     root = os.path.join(model.path, directory)
-    path = os.path.join(root, name)
-    if not name or "\0" in name or os.path.isabs(name) or not is_inside(path, root):
+    path = named(model, root, name)
+    if path is None:
         raise ModelError(f"{where}: data file {name!r} must lie in {root}")
-    return read_file(path, model.repository, MAX_DATA_FILE, f"{MAX_DATA_FILE >> 20} MiB"), os.path.realpath(path)
+    return read_file(path, MAX_DATA_FILE, f"{MAX_DATA_FILE >> 20} MiB"), os.path.realpath(path)
 
 
 def _check_size(data: bytes, kind: str, dims: Sequence[int], where: str) -> None:

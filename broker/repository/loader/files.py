@@ -1,4 +1,8 @@
-"""Reading files of a model repository without being led out of it, blocked or flooded."""
+"""Reading files of a model repository without being blocked or flooded.
+
+Links are followed, as in Triton: the repository is the operator's. What a configuration names that came with a load
+must lie in the model's directory (`named`).
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,24 @@ import os
 import stat
 
 from broker.repository.loader.failure import ModelError
-from broker.repository.scan import is_inside
+from broker.repository.scan import ModelDirectory, broken_link, is_inside
 
 
-def read_file(path: str, repository: str, limit: int, limit_text: str) -> bytes:
-    """The whole file. Raises ModelError: missing, not a regular file, outside `repository`, larger than `limit`."""
-    if not is_inside(path, repository):
-        raise ModelError(f"{path}: is a link out of the model repository {repository}")
+def named(model: ModelDirectory, directory: str, name: str) -> str | None:
+    """The path of the file that the configuration calls `name`, below `directory`; None where that leads elsewhere."""
+    path = os.path.join(directory, name)
+    if not name or "\0" in name or os.path.isabs(name) or os.pardir in name.split("/"):
+        return None
+    return path if model.links or is_inside(path, directory) else None
+
+
+def read_file(path: str, limit: int, limit_text: str) -> bytes:
+    """The whole file. Raises ModelError: missing, not a regular file, larger than `limit`."""
     try:
         # O_NONBLOCK: opening a FIFO that nobody writes would otherwise wait for ever.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise ModelError(f"{path}: cannot be opened: {error.strerror}") from error
+        raise ModelError(broken_link(path) or f"{path}: cannot be opened: {error.strerror}") from error
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):

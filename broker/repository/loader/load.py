@@ -11,6 +11,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from msgspec.structs import replace
 from tritonclient.grpc import model_config_pb2
 
 from broker.repository.config import LoadFailure, ModelConfig, file_stamp
@@ -19,6 +20,7 @@ from broker.repository.loader.backend import (
     CUSTOM_BACKEND,
     ENSEMBLE,
     MAX_LISTED,
+    MODEL_FILES,
     NO_BACKEND,
     fill_backend,
     overshadowed,
@@ -26,7 +28,7 @@ from broker.repository.loader.backend import (
 from broker.repository.loader.complete import compare, complete
 from broker.repository.loader.convert import to_model_config
 from broker.repository.loader.failure import ModelError
-from broker.repository.loader.files import read_file
+from broker.repository.loader.files import named, read_file
 from broker.repository.loader.grants import verdicts
 from broker.repository.loader.normalise import normalise
 from broker.repository.loader.onnx_file import Signature, read_model, read_signature
@@ -56,6 +58,8 @@ class _Version(NamedTuple):
 def load(model: ModelDirectory, request: LoadRequest) -> ModelConfig | LoadFailure:
     """Configure one model. Whatever its files contain, the answer is a value."""
     versions: tuple[int, ...] = ()
+    if model.name in request.overrides:
+        model = replace(model, links=False)
     try:
         return _load(model, request)
     except ModelError as error:
@@ -74,7 +78,7 @@ def _located(reason: str, model: ModelDirectory, request: LoadRequest) -> str:
         return reason  # not about that file's text
     try:
         path = _config_path(model, request.config_name)
-        return located(reason, path, read_file(path, model.repository, pbtxt.MAX_CONFIG, "").decode(), model.name)
+        return located(reason, path, read_file(path, pbtxt.MAX_CONFIG, "").decode(), model.name)
     except (ModelError, UnicodeDecodeError):
         return reason
 
@@ -95,7 +99,7 @@ def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
         is_empty = not any(field.name != "name" for field, _ in config.ListFields())
         raise ModelError(none_served if is_empty else f"{error}\n    {none_served}") from error
     notes += overshadowed(config, model)
-    _check_file_name(config)
+    _check_file_name(config, model, versions)
     with _about(versions):
         check_code(model)
     notes += check_parameters(config)
@@ -199,7 +203,7 @@ def _read_config(model: ModelDirectory, request: LoadRequest, origins: Origins) 
     if model.name in request.overrides:
         parsed, origin = pbtxt.parse_override(request.overrides[model.name]), OVERRIDE
     elif os.path.lexists(path):
-        parsed = pbtxt.parse(read_file(path, model.repository, pbtxt.MAX_CONFIG, "1 MiB"), path)
+        parsed = pbtxt.parse(read_file(path, pbtxt.MAX_CONFIG, "1 MiB"), path)
     elif request.strict:
         raise ModelError(f"{path}: does not exist, and auto-completion is disabled (--disable-auto-complete-config)")
     else:
@@ -254,6 +258,8 @@ def _served_versions(
                 f"failed to load '{model.name}', no version is available: version_policy {{ specific {{ versions: "
                 f"[ {wanted} ] }} }} chooses none of those in {model.path} (present: {present})"
             )
+        if found.broken:
+            return {}, f"failed to load '{model.name}', no version is available: {'; '.join(found.broken)}"
         return {}, (
             f"failed to load '{model.name}', no version is available: {model.path} needs a directory named by a "
             f"number, such as {os.path.join(model.path, '1')} (present: {present}{_no_numbers(found)})"
@@ -267,9 +273,11 @@ def _no_numbers(found: Versions) -> str:
     return f"; version directories are numbers, unlike {names}" if names else ""
 
 
-def _check_file_name(config: model_config_pb2.ModelConfig) -> None:
+def _check_file_name(config: model_config_pb2.ModelConfig, model: ModelDirectory, versions: Mapping[int, str]) -> None:
     name = config.default_model_filename
-    if "\0" in name or name.startswith("/") or ".." in name.split("/"):
+    if name in MODEL_FILES:  # wherever it lies: whoever sent a configuration did not choose it
+        model = replace(model, links=True)
+    if name and any(named(model, directory, name) is None for directory in (*versions.values(), model.path)):
         raise ModelError(f"default_model_filename {name!r} must stay within the version directory")
 
 
@@ -278,7 +286,7 @@ def _read_version(config: model_config_pb2.ModelConfig, model: ModelDirectory, n
     if not os.path.lexists(path):
         raise ModelError(f"unable to find '{path}' for model '{config.name}'")
     stamp = file_stamp(path)
-    graph = read_model(path, model.repository)
+    graph = read_model(path)
     if file_stamp(path) != stamp:
         raise ModelError(f"{path}: was written while it was read: load the model again when it is complete")
     # Before the signature: reading that one may drop large initializers from the graph.

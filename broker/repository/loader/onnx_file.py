@@ -58,9 +58,9 @@ class Signature(NamedTuple):
     outputs: tuple[FileTensor, ...]
 
 
-def read_model(path: str, repository: str) -> onnx.ModelProto:
+def read_model(path: str) -> onnx.ModelProto:
     """Parse the file and check where its weights lie. Raises ModelError."""
-    data = read_file(path, repository, MAX_MODEL, "2 GiB: keep the weights in external data files")
+    data = read_file(path, MAX_MODEL, "2 GiB: keep the weights in external data files")
     if not data:
         raise ModelError(f"{path}: is empty (0 bytes)")
     if data.startswith(b"version https://git-lfs"):

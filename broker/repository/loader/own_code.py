@@ -23,7 +23,7 @@ def check_code(model: ModelDirectory) -> None:
     path = os.path.join(model.path, CUSTOM_BACKEND)
     if not os.path.isfile(path):
         return
-    source = read_file(path, model.repository, _MAX_CODE, "16 MiB")
+    source = read_file(path, _MAX_CODE, "16 MiB")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they are shown when it is imported

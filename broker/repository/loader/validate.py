@@ -12,12 +12,13 @@ from typing import Any, TypeAlias
 from tritonclient.grpc import model_config_pb2
 
 from broker.repository.loader.failure import ModelError
+from broker.repository.loader.files import named
 from broker.repository.loader.validate_scheduling import (
     validate_microseconds,
     validate_preferred,
     validate_scheduling,
 )
-from broker.repository.scan import ModelDirectory, is_inside
+from broker.repository.scan import ModelDirectory
 
 MAX_INSTANCES = 1024  # of one model: each is a loaded copy and a thread
 MAX_RANK = 63  # plus the batch dimension; a request's shape has at most 64
@@ -120,8 +121,8 @@ def _products(shape: Sequence[int]) -> list[int]:
 def _validate_label_file(text: Any, model: ModelDirectory) -> None:
     if not text.label_filename:
         return
-    path = os.path.join(model.path, text.label_filename)
-    if "\0" in path or not is_inside(path, model.path) or not os.path.isfile(path):
+    path = named(model, model.path, text.label_filename)
+    if path is None or not os.path.isfile(path):
         raise ModelError(
             f"model output '{text.name}' has label_filename {text.label_filename!r}, which is no file in {model.path}"
         )
