@@ -216,7 +216,7 @@ class AsyncPending(StaysHere):
     def _failure(self, code: int) -> InferError:
         error = self._bound.layout.failure(code, self.note)
         if isinstance(error, NotServed):
-            self.plan.look_again()
+            self.plan.look_again(self._bound.word)
         return error
 
     def _expire(self) -> None:

@@ -217,10 +217,14 @@ class AsyncPlan(StaysHere):
         """The next request asks for its channel and the plan's word again."""
         self._bound = self._streaming = self._ordered = self._spread = None
 
-    def look_again(self) -> None:
-        """The worker does not serve the model any more: the next request asks who does."""
-        if self.prepared is not None:
-            self.prepared.moved = True
+    def look_again(self, word: int = 0) -> None:
+        """The worker does not serve the model, or has not what `word` names: the next request asks who has.
+
+        Unless `word` is not the plan's any more: another thread has asked meanwhile, and the next request finds that.
+        """
+        prepared = self.prepared
+        if prepared is not None and word in (0, prepared.word):
+            prepared.moved = True
         self.unbind()
 
     def __del__(self) -> None:

@@ -12,7 +12,7 @@ from shm.errors import Code, InferError, is_too_small
 
 # What workers say, see `shm.admission`, `broker.worker.models`, `.plans` and `.answers`.
 _OUTDATED = "prepare the plan again"
-_NOT_SERVED = re.compile(r"model '[^']*' is not loaded")
+_NOT_SERVED = re.compile(r"model '[^']*' is not loaded|the request names a plan that is not bound here.*")
 _ABSENT = "Request for unknown model: "  # Triton's words, see `broker.catalogue`
 _NO_CHANNEL = re.compile(r"too many channels|for a channel of \d+ slots")  # see `broker.channels`, `broker.quota`
 _WANTS_SEQUENCE = "must specify a non-zero or non-empty correlation ID"  # Triton's words
@@ -33,7 +33,9 @@ class RangeInUse(InferError):
 
 
 class NotServed(InferError):
-    """The worker that a request was sent to does not serve the model. Another one may. The request has not run."""
+    """The worker that a request was sent to does not serve the model; another one may. Or it has not its plan, which
+    another thread may have prepared anew meanwhile. The request has not run.
+    """
 
 
 class ModelAbsent(InferError):

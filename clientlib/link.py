@@ -55,6 +55,9 @@ class Lanes(Protocol[L]):
     def all(self) -> list[L]:
         """Every lane there is."""
 
+    def end(self) -> None:
+        """The session has ended: hold no lane any more."""
+
 
 class Session(Protocol):
     """A session as far as nobody waits for it."""
@@ -143,6 +146,11 @@ class Prepared(Generic[L]):
     def word(self) -> int:
         """How a submission names the plan."""
         return self.index | self.generation << 32
+
+    def serves_like(self, other: Prepared[L]) -> bool:
+        """Is one of the two enough?"""
+        same = self.link is other.link and self.layout is other.layout and self.events == other.events
+        return same and not self.moved
 
 
 class PlanState(Protocol[L]):

@@ -291,7 +291,9 @@ class Native(Generic[L]):
             self._plans.add(plan)
 
     def _prepare(self, link: Link[L], plan: PlanState[L], layout: Layout) -> Procedure[Prepared[L]]:
+        """On `layout`. One for all threads that see the need at the same time: the first to have it gives it to all."""
         self._check_regions(plan.recipe)  # the broker goes by names, which may be other regions' by now
+        before = plan.prepared
         events = self.orders.known(plan.recipe.events)
         reply, _ = yield Call(
             messages.Prepare(
@@ -307,11 +309,17 @@ class Native(Generic[L]):
             )
         )
         assert isinstance(reply, messages.Prepared)
-        before = plan.prepared
-        prepared = plan.prepared = Prepared(link, layout, reply, bool(events))
-        if before is not None:
-            self.released(before)
-        return prepared
+        made = Prepared(link, layout, reply, bool(events))
+        with self._lock:
+            found = plan.prepared
+            if found is not before and found is not None and found.serves_like(made):
+                self.released(made)
+                return found
+            plan.prepared = made
+        if found is not None:
+            self.released(found)
+            plan.unbind()  # who is bound to it
+        return made
 
     def _allocate(self, byte_size: int) -> Procedure[Block]:
         while (block := self._store.allocate(byte_size)) is None:

@@ -14,7 +14,7 @@ from clientlib.arena import Lease
 from clientlib.arguments import seconds
 from clientlib.channels import Lane
 from clientlib.failures import NotServed
-from clientlib.layout import Layout
+from clientlib.link import Bound
 from clientlib.results import InferResult
 from clientlib.waiting import Waiting
 from shm.errors import Code, InferError, fresh
@@ -37,11 +37,11 @@ class Pending(Waiting):
     __slots__ = (
         "_left",
         "_result",
+        "bound",
         "copied",
         "deadline_ns",
         "entry",
         "ident",
-        "layout",
         "lease",
         "note",
         "plan",
@@ -51,11 +51,11 @@ class Pending(Waiting):
     elsewhere = "send its result's arrays"
 
     def __init__(
-        self, plan: Plan, lane: Lane, layout: Layout, input_slot: int, output_slot: int, rows: int, deadline_ns: int
+        self, plan: Plan, bound: Bound[Lane], input_slot: int, output_slot: int, rows: int, deadline_ns: int
     ) -> None:
         self.plan = plan  # keeps the client, its session and regions
-        self.lane = lane
-        self.layout = layout
+        self.bound = bound
+        self.lane = bound.lane
         self.input_slot = input_slot
         self.output_slot = output_slot
         self.rows = rows
@@ -71,10 +71,10 @@ class Pending(Waiting):
     def settle(self, entry: tuple[int, ...], note: bytes) -> None:
         """The channel's completion. The output position is free from here on."""
         self.note = note
-        layout = self.layout
-        if layout.mixed:
-            self._result = layout.settled(entry, note, self.output_slot, self.rows, self.copied)
-        layout.ranges.live.pop(self.output_slot, None)
+        bound = self.bound
+        if bound.layout.mixed:
+            self._result = bound.layout.settled(entry, note, self.output_slot, self.rows, self.copied)
+        bound.live.pop(self.output_slot, None)
         self.entry = entry
         if self._wakes is not None:
             self._wake_all()
@@ -115,7 +115,9 @@ class Pending(Waiting):
             if code := entry[2] & CODE_MASK:
                 self.lease = None  # who keeps the error keeps this object by its traceback
                 raise self._failure(code)
-            self._result = self.layout.result(entry, self.note, self.output_slot, self.rows, self.lease, self.copied)
+            self._result = self.bound.layout.result(
+                entry, self.note, self.output_slot, self.rows, self.lease, self.copied
+            )
             self.lease = None
         return self._result
 
@@ -133,9 +135,9 @@ class Pending(Waiting):
             self.lease = None
 
     def _failure(self, code: int) -> InferError:
-        error = self.layout.failure(code, self.note)
+        error = self.bound.layout.failure(code, self.note)
         if isinstance(error, NotServed):
-            self.plan.look_again()
+            self.plan.look_again(self.bound.word)
         return error
 
 

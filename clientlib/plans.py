@@ -241,10 +241,14 @@ class Plan(StaysHere):
         """The next request of every thread asks for its channel and the plan's word again."""
         self._local = threading.local()
 
-    def look_again(self) -> None:
-        """The worker does not serve the model any more: the next request asks who does."""
-        if self.prepared is not None:
-            self.prepared.moved = True
+    def look_again(self, word: int = 0) -> None:
+        """The worker does not serve the model, or has not what `word` names: the next request asks who has.
+
+        Unless `word` is not the plan's any more: another thread has asked meanwhile, and the next request finds that.
+        """
+        prepared = self.prepared
+        if prepared is not None and word in (0, prepared.word):
+            prepared.moved = True
         self.unbind()
 
     def __del__(self) -> None:
@@ -328,7 +332,7 @@ class Plan(StaysHere):
             output_slot = 0
         if not (0 <= input_slot < bound.input_positions and 0 <= output_slot < bound.output_positions):
             raise outside(bound, input_slot, output_slot)
-        pending = Pending(self, bound.lane, bound.layout, input_slot, output_slot, rows, deadline_ns)
+        pending = Pending(self, bound, input_slot, output_slot, rows, deadline_ns)
         if lease is not None:
             pending.lease = lease
             if values:
