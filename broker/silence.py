@@ -10,6 +10,7 @@ had.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterable, Sequence
@@ -69,4 +70,5 @@ def mark_away(record: ChannelRecord, *, away: bool) -> None:
     """Only while its worker is alive and has the channel: then nobody else writes that word. Written, not mapped: a
     channel's memory is mapped by the coroner alone.
     """
-    os.pwrite(record.memory, (SILENT if away else 0).to_bytes(WORD, "little"), WORD * AWAY)
+    with contextlib.suppress(OSError):  # there is no memory for a page of it that nobody has touched so far
+        os.pwrite(record.memory, (SILENT if away else 0).to_bytes(WORD, "little"), WORD * AWAY)

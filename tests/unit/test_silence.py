@@ -51,6 +51,17 @@ def test_nothing_is_written_where_nothing_has_changed(twin: Twin) -> None:
     assert client.away
 
 
+def test_one_channel_that_cannot_be_written_keeps_nobody_else_from_being_told(twin: Twin) -> None:
+    """It ended the watch over all workers."""
+    process: Any = SimpleNamespace(pid=1, owes_s=9.0, shunned=False, suspected=True)
+    full = os.open("/dev/full", os.O_WRONLY)
+    other: Any = SimpleNamespace(memory=full)
+    client = twin.client()
+    silence.look("cpu/left", process, [other, record_of(twin)], 1.0)
+    os.close(full)
+    assert client.away
+
+
 def test_an_answer_counts_although_the_next_one_is_owed_by_the_time_it_is_seen() -> None:
     """The watch asks as soon as there is an answer, and whoever waits for that has its turn later."""
 
