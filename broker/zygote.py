@@ -158,6 +158,8 @@ class _Zygote:
                 return False
         gc.collect()
         gc.freeze()  # a collection in a worker would otherwise write to, and so copy, every page it shares with us
+        # From here on the end of the link is enough, and workers' children must be ended then. Not if we are stopped.
+        prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
         self._say(Preloaded())
         return True
 
@@ -263,7 +265,8 @@ def main(link: socket.socket) -> None:
     """The zygote's life."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # only the broker ends it: workers must be able to drain first
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a broker that died before this line shows as end of file
+    # While imports last, which may be for ever. A broker that died before this line shows as end of file.
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     prctl(PR_SET_NAME, b"tb-zygote")
     undumpable()  # inherited by workers

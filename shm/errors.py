@@ -187,7 +187,9 @@ def described(error: BaseException) -> str:
         text = "its text cannot be had, its __str__ failed"
     if isinstance(error, SystemExit):  # of a model's code
         text = f"{text}{text and '; '}a model must not end its process (sys.exit, exit): let it raise another exception"
-    return f"{type(error).__name__}: {text}"
+    if isinstance(error, KeyboardInterrupt):  # likewise
+        text = text or "raised by the model's own code: no Ctrl-C reaches a worker"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def can_be_told(error: BaseException) -> TypeGuard[InferError]:

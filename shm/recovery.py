@@ -38,7 +38,7 @@ from shm.worker_channel import WorkerChannel
 DIED = "the worker died while it ran this request"
 ALONE = f"{DIED}, alone"  # then nothing else can have ended the worker, as far as anybody knows: see `to_blame`
 TWICE = f"{ALONE} and for the second time"
-_NOT_AGAIN = "parameter retry 'false' of the model ends such a request at the first death"
+_NOT_AGAIN = "it is not run again (with the model parameter retry 'false' it would have ended at the first death)"
 
 
 class Ending(NamedTuple):

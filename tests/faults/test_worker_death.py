@@ -22,7 +22,7 @@ from tests.faults.measure import alive
 
 MIB = 1 << 20
 TWICE = "UNAVAILABLE the worker died while it ran this request, alone and for the second time"
-NOT_AGAIN = "parameter retry 'false' of the model ends such a request at the first death"
+NOT_AGAIN = "it is not run again (with the model parameter retry 'false' it would have ended at the first death)"
 REFUSED = "UNAVAILABLE requests of this client for model 'unruly' are refused"
 TAGS = itertools.count(1000)  # one for every request whose runs are counted
 

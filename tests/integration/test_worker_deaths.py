@@ -167,12 +167,11 @@ import asyncio
 from broker.statistics_blocks import StatisticsBlocks
 from broker.workers import Workers
 from shm.statistics import StatisticsPage
+from tests.fakes.workers import config, load
 
 async def main():
     workers = Workers(StatisticsBlocks(StatisticsPage.create()), entry="tests.fakes.link_worker")
-    worker = workers.start("cpu/default")
-    while worker.state != "ready":
-        await asyncio.sleep(0.01)
+    worker = await load(workers, config(on_load="helper"))
     print(workers.zygote_pid, worker.pid, flush=True)
     await asyncio.sleep(60)
 
@@ -180,11 +179,17 @@ asyncio.run(main())
 """
 
 
-def test_zygote_and_workers_die_with_the_broker(journal: Journal) -> None:
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_zygote_workers_and_what_models_started_die_with_the_broker(journal: Journal, is_stopped: bool) -> None:
     with subprocess.Popen([sys.executable, "-c", BROKER], stdout=subprocess.PIPE, text=True) as broker:
         assert broker.stdout is not None
-        pidfds = [os.pidfd_open(int(pid)) for pid in broker.stdout.readline().split()]
-        assert len(pidfds) == 2
+        pids = [int(pid) for pid in broker.stdout.readline().split()]
+        assert len(pids) == 2
+        pids += [entry["pid"] for entry in journal.entries() if entry["type"] == "helper"]
+        assert len(pids) == 3
+        pidfds = [os.pidfd_open(pid) for pid in pids]
+        if is_stopped:
+            os.kill(pids[0], signal.SIGSTOP)
         broker.kill()
         broker.wait()
         for pidfd in pidfds:

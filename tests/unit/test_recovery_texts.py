@@ -27,7 +27,7 @@ def test_a_long_reason_leaves_room_for_whose_fault_it_was(twin):
     bury(twin.memory_fd, twin.ledger_fd, twin.pipe_write, twin.slots, lambda word: True, LATER, told)
     client.reap()
     assert pending.text.startswith("model 'жжж")
-    assert f"ж; {TWICE}: parameter retry" in pending.text
+    assert f"ж; {TWICE}: it is not run again (with the model parameter retry" in pending.text
 
 
 @pytest.mark.parametrize("retryable", [True, False])
@@ -45,7 +45,7 @@ def test_an_ending_says_what_ran_how_the_worker_died_and_which_setting_decides(t
     client.reap()
     tail = ": model 'm' version 1, killed by SIGSEGV"
     if retryable:
-        tail += "; parameter retry 'false' of the model ends such a request at the first death"
+        tail += "; it is not run again (with the model parameter retry 'false' it would have ended at the first death)"
     else:
         assert ending.message.endswith(
             "does not allow it to run twice (parameter retry; never with sequences or streams)"
