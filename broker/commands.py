@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from broker.gpus import Gpus
 from broker.repository.check import check
 from broker.repository.config import LoadFailure, ModelConfig
-from broker.repository.ensembles import misfit
+from broker.repository.ensemble_advice import advice
 from broker.repository.protocol import LoadRequest
 from broker.repository.scan import misplaced
 from broker.tables import ascii_table, printable
@@ -169,7 +169,7 @@ def check_repositories(repositories: Sequence[str], *, strict: bool, config_name
         return 1
     rows: list[tuple[str, str, str]] = []
     notes: list[str] = []
-    for result in map(_with_members(results), results):
+    for result in map(_with_members(results, config_name), results):
         if isinstance(result, LoadFailure):
             versions = tuple(map(str, result.versions)) or ("-",)
             rows += [(result.name, version, f"UNAVAILABLE: {result.reason}") for version in versions]
@@ -189,7 +189,7 @@ def with_gpus(request: LoadRequest) -> LoadRequest:
 
 
 def _with_members(
-    results: Sequence[ModelConfig | LoadFailure],
+    results: Sequence[ModelConfig | LoadFailure], config_name: str
 ) -> Callable[[ModelConfig | LoadFailure], ModelConfig | LoadFailure]:
     """Of an ensemble that does not fit its members it makes a failure that says why."""
     configs = {result.name: result for result in results if isinstance(result, ModelConfig)}
@@ -198,7 +198,7 @@ def _with_members(
     def checked(result: ModelConfig | LoadFailure) -> ModelConfig | LoadFailure:
         if isinstance(result, LoadFailure) or result.ensemble is None:
             return result
-        problem = misfit(result, configs, failures)
+        problem = advice(result, configs, failures, {*configs, *failures}, config_name)
         return LoadFailure(name=result.name, reason=problem) if problem else result
 
     return checked

@@ -14,7 +14,8 @@ from broker.commands import with_gpus
 from broker.ensemble_members import retryable
 from broker.repository.check import check
 from broker.repository.config import LoadFailure, ModelConfig
-from broker.repository.ensembles import members, misfit, workers_of
+from broker.repository.ensemble_advice import advice
+from broker.repository.ensembles import members, workers_of
 from broker.repository.scan import misplaced, scan
 from broker.repository.scheduling import Step
 from broker.tables import printable
@@ -42,50 +43,46 @@ def explain(repositories: Sequence[str], model: str, *, as_json: bool = False, c
         )
         if isinstance(result, LoadFailure):
             raise InferError(Code.INVALID_ARG, result.reason)
-        others = _Members() if result.ensemble is None else _members_of(result, repositories, config_name)
+        others = _Members() if result.ensemble is None else _members_of(result, repositories, known, config_name)
     except InferError as error:
         print(printable(error.message), file=sys.stderr)
         return 1
     print(json.dumps(_explanation(result, others), indent=2) if as_json else _explained(result, others))
-    return 0
+    return 1 if others.problem else 0
 
 
 @final
 class _Members(NamedTuple):
-    """What an ensemble's members are, and members' members; those that cannot be served with the reason."""
+    """What an ensemble's members are, and members' members. `problem`: why it cannot be served with them, or ""."""
 
     configs: Mapping[str, ModelConfig] = {}
-    failures: Mapping[str, str] = {}
+    problem: str = ""
 
     def serving(self, model: str) -> ModelConfig | None:
         """As `broker.ensemble_members.Serving`."""
         return self.configs.get(model)
 
 
-def _members_of(ensemble: ModelConfig, repositories: Sequence[str], config_name: str) -> _Members:
+def _members_of(ensemble: ModelConfig, repositories: Sequence[str], known: Sequence[str], config_name: str) -> _Members:
     configs: dict[str, ModelConfig] = {ensemble.name: ensemble}
     failures: dict[str, str] = {}
     wanted = [*_of(ensemble)]
-    while wanted := [name for name in wanted if name not in configs and name not in failures]:
+    while wanted := [name for name in wanted if name in known and name not in configs and name not in failures]:
         results = check(repositories, models=wanted, config_name=config_name, on=with_gpus)
         failures |= {each.name: each.reason for each in results if isinstance(each, LoadFailure)}
         new = {each.name: each for each in results if isinstance(each, ModelConfig)}
         configs |= new
         wanted = [name for config in new.values() for name in _of(config)]
-    return _Members(configs, failures)
+    return _Members(configs, advice(ensemble, configs, failures, known, config_name))
 
 
 def _of(config: ModelConfig) -> tuple[str, ...]:
     return () if config.ensemble is None else members(config.ensemble)
 
 
-def _where(result: ModelConfig, others: _Members) -> tuple[tuple[str, ...], str]:
-    """The workers of a model, and why an ensemble would not be served at all, or ""."""
-    if result.ensemble is None:
-        return workers_of(result, {}), ""
-    problem = misfit(result, others.configs, others.failures)
-    # A circle of ensembles, which is a problem, has no end to follow.
-    return (() if problem else workers_of(result, others.configs)), problem
+def _workers(result: ModelConfig, others: _Members) -> tuple[str, ...]:
+    """The workers of a model that can be served: a circle of ensembles has no end to follow."""
+    return () if others.problem else workers_of(result, others.configs)
 
 
 def _steps(result: ModelConfig, others: _Members) -> list[tuple[Step, tuple[str, ...]]]:
@@ -97,7 +94,7 @@ def _steps(result: ModelConfig, others: _Members) -> list[tuple[Step, tuple[str,
 
 def _explained(result: ModelConfig, others: _Members) -> str:
     """config.pbtxt text; everything that is not configuration as comments."""
-    workers, problem = _where(result, others)
+    workers, problem = _workers(result, others), others.problem
     again = not problem and retryable(others, result)
     about = [
         f"{result.name} in {result.directory}",
@@ -123,7 +120,7 @@ def _explained(result: ModelConfig, others: _Members) -> str:
 
 
 def _explanation(result: ModelConfig, others: _Members) -> dict[str, Any]:
-    workers, problem = _where(result, others)
+    workers, problem = _workers(result, others), others.problem
     document = {
         "config": json.loads(result.json),
         "worker": ",".join(result.worker_groups if result.ensemble is None else workers),

@@ -1,4 +1,4 @@
-"""Does an ensemble fit its members? Pure: configurations in, Triton's text of the first broken rule out.
+"""Does an ensemble fit its members? Pure: configurations in, the broken rules with Triton's texts out.
 
 For whoever loads an ensemble: it is loaded after its members, whose completed configurations are needed here. What an
 ensemble's own text can tell (steps, maps, tensors that nobody writes) the loader has checked before
@@ -8,7 +8,7 @@ has one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple, final
 
@@ -23,9 +23,26 @@ class _Tensor(NamedTuple):
     """What one model says about an ensemble's tensor. `dims` without batch dimension, `full` with it."""
 
     model: str
+    name: str
     datatype: str
     dims: tuple[int, ...]
     full: tuple[int, ...]
+
+
+@final
+class Problem(NamedTuple):
+    """One rule that is broken: `text` in Triton's words, and what it is about.
+
+    `step`: index of the step, -1: none; `field`: which of its fields, or of the configuration's; `key`: which entry of
+    that map. `tensor`: the ensemble's, of which `sides` are the two statements that do not fit.
+    """
+
+    text: str
+    step: int = -1
+    field: str = ""
+    key: str = ""
+    tensor: str = ""
+    sides: tuple[_Tensor, _Tensor] | None = None
 
 
 def members(ensemble: Ensemble) -> tuple[str, ...]:
@@ -77,122 +94,153 @@ def misfit(
     loaded: Mapping[str, tuple[int, ...]] | None = None,
     coming: Mapping[str, ModelConfig] = MappingProxyType({}),
 ) -> str:
-    """Triton's text of why an ensemble cannot be served with its members as they are, or "".
+    """Triton's text of why an ensemble cannot be served with its members as they are, or ""; as `problems`."""
+    return next((problem.text for problem in problems(config, configs, failures, loaded, coming)), "")
+
+
+def problems(
+    config: ModelConfig,
+    configs: Mapping[str, ModelConfig],
+    failures: Mapping[str, str],
+    loaded: Mapping[str, tuple[int, ...]] | None = None,
+    coming: Mapping[str, ModelConfig] = MappingProxyType({}),
+) -> Iterator[Problem]:
+    """Why an ensemble cannot be served with its members as they are, in the order in which Triton looks.
 
     `configs`: model → its configuration, of every model that serves (or would). `failures`: model → why it does not, ""
     if it was unloaded. `loaded`: model → its versions that serve; None: all that it has. `coming`: those that are about
     to be loaded.
     """
     assert config.ensemble is not None
+    steps = config.ensemble.step
     known = {**coming, **configs, config.name: config}
-    if problem := cycle(
-        config.name, {name: each.ensemble for name, each in known.items() if each.ensemble is not None}
-    ):
-        return problem
+    ensembles = {name: each.ensemble for name, each in known.items() if each.ensemble is not None}
+    if text := cycle(config.name, ensembles):
+        inner = (at for at, step in enumerate(steps) if step.model_name in (*text.split(" -> "), config.name))
+        yield Problem(text, next(inner, -1), "model_name")
+        return
     wanted = members(config.ensemble)
     if absent := [name for name in wanted if name not in configs and name not in failures and name != config.name]:
-        return f"ensemble {config.name} contains models that are not available or ambiguous: {', '.join(absent)}"
+        text = f"ensemble {config.name} contains models that are not available or ambiguous: {', '.join(absent)}"
+        for at, step in enumerate(steps):
+            if step.model_name in absent:
+                yield Problem(text, at, "model_name", step.model_name)
+        return
     if loaded is None:
         loaded = {name: tuple(each.versions) for name, each in configs.items()}
-    try:
-        check_available(config, loaded, failures)
-        check_members(config, configs)
-    except InferError as error:
-        return error.message
-    return ""
+    unavailable = list(unavailable_members(config, loaded, failures))
+    yield from unavailable
+    if not unavailable:
+        yield from unfit_members(config, configs)
 
 
-def check_available(config: ModelConfig, loaded: Mapping[str, tuple[int, ...]], failures: Mapping[str, str]) -> None:
-    """Raise InferError INVALID_ARG if a member has no version that serves, or not the one that a step asks for.
+def unavailable_members(
+    config: ModelConfig, loaded: Mapping[str, tuple[int, ...]], failures: Mapping[str, str]
+) -> Iterator[Problem]:
+    """Members that have no version that serves, or not the one that a step asks for.
 
     `loaded`: model → its versions that serve. `failures`: model → why it could not be loaded.
     """
     assert config.ensemble is not None
-    for step in config.ensemble.step:
+    for at, step in enumerate(config.ensemble.step):
         versions = loaded.get(step.model_name, ())
         start = f"ensemble '{config.name}' depends on '{step.model_name}'"
         if not versions:
             why = failures.get(step.model_name, "")
             more = f" Model '{step.model_name}' loading failed with error: {why}" if why else ""
-            raise InferError(Code.INVALID_ARG, f"{start} which has no loaded version.{more}")
-        if step.model_version != -1 and step.model_version not in versions:
-            raise InferError(Code.INVALID_ARG, f"{start} whose required version {step.model_version} is not loaded.")
+            yield Problem(f"{start} which has no loaded version.{more}", at, "model_name")
+        elif step.model_version != -1 and step.model_version not in versions:
+            text = f"{start} whose required version {step.model_version} is not loaded."
+            yield Problem(text, at, "model_version", ", ".join(map(str, versions)))
 
 
-def check_members(config: ModelConfig, configs: Mapping[str, ModelConfig]) -> None:
-    """Raise InferError INVALID_ARG if tensors or batch sizes do not fit.
+def unfit_members(config: ModelConfig, configs: Mapping[str, ModelConfig]) -> Iterator[Problem]:
+    """Tensors and batch sizes that do not fit, and what follows from decoupled members.
 
-    `configs`: the completed configuration of every member; `check_available` has been asked before.
+    `configs`: the completed configuration of every member, all of which are available.
     """
     assert config.ensemble is not None
     known = {tensor.name: _own(config, tensor) for tensor in (*config.input, *config.output)}
-    for step in config.ensemble.step:
+    for at, step in enumerate(config.ensemble.step):
         member = configs[step.model_name]
         if 0 < member.max_batch_size < config.max_batch_size:
-            raise InferError(
-                Code.INVALID_ARG,
+            yield Problem(
                 f"ensemble {config.name} allows maximum batch size {config.max_batch_size}, but it contains model "
                 f"{member.name} which only allows maximum batch size to be {member.max_batch_size}",
+                at,
+                "max_batch_size",
             )
-        _check_inputs(config.name, step, member, known)
-        _check_outputs(config.name, step, member, known)
-    _check_responses(config, config.ensemble, configs)
+        yield from _unfit_inputs(config.name, at, step, member, known)
+        yield from _unfit_outputs(config.name, at, step, member, known)
+    try:
+        _check_responses(config, config.ensemble, configs)
+    except InferError as error:
+        yield Problem(error.message)
     if config.response_cache and is_decoupled(config, configs):
-        raise InferError(
-            Code.INVALID_ARG,
+        yield Problem(
             f"Response Cache does not currently support model {config.name} with 'decoupled' transaction policy. "
             "Please disable the response cache.",
+            field="response_cache",
         )
 
 
-def _check_inputs(ensemble: str, step: Step, member: ModelConfig, known: dict[str, _Tensor]) -> None:
+def _unfit_inputs(
+    ensemble: str, at: int, step: Step, member: ModelConfig, known: dict[str, _Tensor]
+) -> Iterator[Problem]:
     names = {tensor.name for tensor in member.input}
     for name, tensor in step.input_map.items():
         if name not in names:
-            raise InferError(
-                Code.INVALID_ARG,
+            text = (
                 f"in ensemble {ensemble}, ensemble tensor {tensor} is mapping to non-existing input {name} in model "
-                f"{member.name}",
+                f"{member.name}"
             )
+            yield Problem(text, at, "input_map", name, tensor)
     for given in member.input:
         if given.name in step.input_map:
-            _compare(ensemble, step.input_map[given.name], _stated(member, given), known)
+            place = Problem("", at, "input_map", given.name, step.input_map[given.name])
+            yield from _compared(ensemble, place, _stated(member, given), known)
         elif not given.optional:
-            raise InferError(
-                Code.INVALID_ARG,
+            text = (
                 f"in ensemble {ensemble}, input {given.name} in model {member.name} is not mapped to any ensemble "
-                "tensors",
+                "tensors"
             )
+            yield Problem(text, at, "model_name", given.name)
 
 
-def _check_outputs(ensemble: str, step: Step, member: ModelConfig, known: dict[str, _Tensor]) -> None:
+def _unfit_outputs(
+    ensemble: str, at: int, step: Step, member: ModelConfig, known: dict[str, _Tensor]
+) -> Iterator[Problem]:
     outputs = {tensor.name: tensor for tensor in member.output}
     for name, tensor in step.output_map.items():
-        if name not in outputs:
-            raise InferError(
-                Code.INVALID_ARG,
+        place = Problem("", at, "output_map", name, tensor)
+        if name in outputs:
+            yield from _compared(ensemble, place, _stated(member, outputs[name]), known)
+        else:
+            text = (
                 f"in ensemble {ensemble}, ensemble tensor {tensor} is mapped from non-existing output {name} in "
-                f"model {member.name}",
+                f"model {member.name}"
             )
-        _compare(ensemble, tensor, _stated(member, outputs[name]), known)
+            yield place._replace(text=text)
 
 
-def _compare(ensemble: str, name: str, other: _Tensor, known: dict[str, _Tensor]) -> None:
+def _compared(ensemble: str, place: Problem, other: _Tensor, known: dict[str, _Tensor]) -> Iterator[Problem]:
     """A variable size fits any; whether it really does is seen when the ensemble runs."""
-    first = known.setdefault(name, other)
-    start = f"in ensemble {ensemble}, ensemble tensor {name}: "
+    first = known.setdefault(place.tensor, other)
+    start = f"in ensemble {ensemble}, ensemble tensor {place.tensor}: "
     if first.datatype != other.datatype:
-        raise InferError(
-            Code.INVALID_ARG,
-            f"{start}inconsistent data type: {_triton(first.datatype)} is inferred from model {first.model} while "
-            f"{_triton(other.datatype)} is inferred from model {other.model}",
+        known[place.tensor] = other  # what else reads it is compared with the members
+        text = (
+            f"{start}inconsistent data type: {triton_type(first.datatype)} is inferred from model {first.model} while "
+            f"{triton_type(other.datatype)} is inferred from model {other.model}"
         )
-    if not (_fits(first.dims, other.dims) or _fits(first.full, other.full)):
-        raise InferError(
-            Code.INVALID_ARG,
+        yield place._replace(text=text, sides=(first, other))
+    elif not (_fits(first.dims, other.dims) or _fits(first.full, other.full)):
+        known[place.tensor] = other
+        text = (
             f"{start}inconsistent shape: {_text(first.full)} is inferred from model {first.model} while "
-            f"{_text(other.full)} is inferred from model {other.model}",
+            f"{_text(other.full)} is inferred from model {other.model}"
         )
+        yield place._replace(text=text, sides=(first, other))
 
 
 def is_decoupled(config: ModelConfig, configs: Mapping[str, ModelConfig]) -> bool:
@@ -247,23 +295,24 @@ def workers_of(config: ModelConfig, configs: Mapping[str, ModelConfig]) -> tuple
 def _own(config: ModelConfig, tensor: TensorConfig) -> _Tensor:
     """As the ensemble states it: what a reshape makes of it is what steps get."""
     dims = tensor.dims if tensor.reshape is None else tensor.reshape
-    return _tensor(config, tensor.datatype, dims)
+    return _tensor(config, tensor, dims)
 
 
 def _stated(config: ModelConfig, tensor: TensorConfig) -> _Tensor:
     """As a member's clients see it: its reshape is its own."""
-    return _tensor(config, tensor.datatype, tensor.dims)
+    return _tensor(config, tensor, tensor.dims)
 
 
-def _tensor(config: ModelConfig, datatype: str, dims: tuple[int, ...]) -> _Tensor:
-    return _Tensor(config.name, datatype, dims, (-1, *dims) if config.max_batch_size else dims)
+def _tensor(config: ModelConfig, tensor: TensorConfig, dims: tuple[int, ...]) -> _Tensor:
+    return _Tensor(config.name, tensor.name, tensor.datatype, dims, (-1, *dims) if config.max_batch_size else dims)
 
 
 def _fits(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     return len(one) == len(other) and all(a == b or -1 in (a, b) for a, b in zip(one, other, strict=True))
 
 
-def _triton(datatype: str) -> str:
+def triton_type(datatype: str) -> str:
+    """As config.pbtxt spells it."""
     return "TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}"
 
 

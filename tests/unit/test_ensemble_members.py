@@ -123,8 +123,9 @@ def test_explain_says_which_worker_runs_each_step(repository, capsys):
 def test_explain_says_why_an_ensemble_cannot_be_served(repository, capsys):
     write_ensemble(repository, "lonely", "nobody", "a")
     write_ensemble(repository, "pair", "above", "a")
-    for name, why in (("lonely", "depends on 'nobody'"), ("above", "circular dependency")):
-        assert explain([str(repository)], name) == 0
+    said = "ensemble lonely contains models that are not available or ambiguous: nobody"  # as check says it
+    for name, why in (("lonely", said), ("above", "circular dependency")):
+        assert explain([str(repository)], name) == 1
         text = capsys.readouterr().out
         assert "# cannot be served: " in text
         assert why in text

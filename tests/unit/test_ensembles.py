@@ -7,16 +7,15 @@ from msgspec.structs import replace
 
 from broker.repository.config import InstanceGroup, ModelConfig, TensorConfig
 from broker.repository.ensembles import (
-    check_available,
-    check_members,
     cycle,
     is_decoupled,
     labels,
     members,
+    unavailable_members,
+    unfit_members,
     workers_of,
 )
 from broker.repository.scheduling import Ensemble, Step
-from shm.errors import InferError
 
 
 def tensor(name: str, *dims: int, datatype: str = "FP32", **more) -> TensorConfig:
@@ -63,13 +62,11 @@ CHAIN = (step("a", "IN", "mid"), step("b", "mid", "OUT"))
 
 
 def refusal(config: ModelConfig, *configs: ModelConfig) -> str:
-    with pytest.raises(InferError) as caught:
-        check_members(config, {member.name: member for member in configs})
-    return caught.value.message
+    return next(unfit_members(config, {member.name: member for member in configs})).text
 
 
 def accept(config: ModelConfig, *configs: ModelConfig) -> None:
-    check_members(config, {member.name: member for member in configs})
+    assert list(unfit_members(config, {member.name: member for member in configs})) == []
 
 
 def test_members_are_named_once_in_order():
@@ -93,10 +90,8 @@ def test_members_are_named_once_in_order():
 )
 def test_a_member_that_does_not_serve(loaded, failures, text):
     config = ensemble(step("a", "IN", "mid"), step("b", "mid", "OUT", model_version=2))
-    with pytest.raises(InferError) as caught:
-        check_available(config, loaded, failures)
-    assert caught.value.message == text
-    check_available(config, {"a": (1,), "b": (1, 2)}, {})
+    assert next(unavailable_members(config, loaded, failures)).text == text
+    assert list(unavailable_members(config, {"a": (1,), "b": (1, 2)}, {})) == []
 
 
 def test_an_ensemble_of_itself_is_a_circle():
@@ -207,7 +202,7 @@ def test_responses_may_be_read_beside_what_they_follow_from(second):
     total = model("sum", (tensor("A", 16), tensor("B", 16)), (tensor("Y", 16),))
     one_after_the_other = ensemble(step("a", "IN", "left"), step("b", "left", "right"), SUM)
     configs = {member.name: member for member in (a, second, total)}
-    check_members(one_after_the_other, configs)
+    assert list(unfit_members(one_after_the_other, configs)) == []
     assert is_decoupled(one_after_the_other, configs)
     assert not is_decoupled(ensemble(*CHAIN), {"a": identity("a", 16), "b": identity("b", 16)})
 

@@ -9,7 +9,10 @@ from typing import final
 class ModelError(Exception):
     """Ends the loading of one model. The text becomes `LoadFailure.reason`, so it is written for the operator.
 
-    `versions`: those that cannot be served, where the configuration's own text is not to blame.
+    `versions`: those that cannot be served, where the configuration's own text is not to blame. `field`, `value`: where
+    it stands in that text, as `broker.repository.pbtxt_lines` has it: how the path begins, and the value ("": any).
     """
 
     versions: tuple[int, ...] = ()
+    field: str = ""
+    value: str = ""

@@ -63,7 +63,7 @@ def load(model: ModelDirectory, request: LoadRequest) -> ModelConfig | LoadFailu
     try:
         return _load(model, request)
     except ModelError as error:
-        reason, versions = _located(str(error), model, request), error.versions
+        reason, versions = _located(error, model, request), error.versions
     except OSError as error:
         reason = f"{error.filename or model.path}: {error.strerror or error}"
     except MemoryError:
@@ -73,12 +73,14 @@ def load(model: ModelDirectory, request: LoadRequest) -> ModelConfig | LoadFailu
     return LoadFailure(name=model.name, reason=reason, versions=versions)
 
 
-def _located(reason: str, model: ModelDirectory, request: LoadRequest) -> str:
+def _located(error: ModelError, model: ModelDirectory, request: LoadRequest) -> str:
+    reason = str(error)
     if model.name in request.overrides or reason.startswith(os.path.join(model.path, CUSTOM_BACKEND)):
         return reason  # not about that file's text
     try:
         path = _config_path(model, request.config_name)
-        return located(reason, path, read_file(path, pbtxt.MAX_CONFIG, "").decode(), model.name)
+        text = read_file(path, pbtxt.MAX_CONFIG, "").decode()
+        return located(reason, path, text, model.name, error.field, error.value)
     except (ModelError, UnicodeDecodeError):
         return reason
 

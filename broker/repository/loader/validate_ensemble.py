@@ -5,6 +5,9 @@ Called by `load`. Whether the member models exist and their tensors fit is check
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from difflib import get_close_matches
+
 from tritonclient.grpc import model_config_pb2
 
 from broker.repository.loader.failure import ModelError
@@ -56,10 +59,10 @@ def _validate_flow(config: model_config_pb2.ModelConfig) -> None:
     read = {tensor for step in steps for tensor in step.input_map.values()}
     for tensor in inputs:
         if tensor not in read:
-            raise ModelError(f"ensemble input '{tensor}' for ensemble {name}' is not used")
+            raise _unused(config, f"ensemble input '{tensor}' for ensemble {name}' is not used", tensor, "input_map")
     for tensor in outputs:
         if tensor not in read and tensor not in writers:
-            raise ModelError(f"ensemble output '{tensor}' for ensemble {name}' is not used")
+            raise _unused(config, f"ensemble output '{tensor}' for ensemble {name}' is not used", tensor, "output_map")
     _validate_reach(config, writers)
     known = {*inputs, *outputs}
     for step in steps:
@@ -88,5 +91,56 @@ def _validate_reach(config: model_config_pb2.ModelConfig, writers: dict[str, int
         step = steps[writers[text.name]] if text.name in writers else None
         waits = [tensor for tensor in step.input_map.values() if tensor not in connected] if step is not None else []
         if waits:
-            raise ModelError(f"{text_start}: at least one of its depending tensors, '{min(waits)}', is not connected")
+            tensor = min(waits)
+            text_of = f"{text_start}: at least one of its depending tensors, '{tensor}', is not connected"
+            raise _unwritten(config, text_of, tensor, writers)
         raise ModelError(text_start)
+
+
+def _unused(config: model_config_pb2.ModelConfig, text: str, tensor: str, field: str) -> ModelError:
+    """For an input that no step's `field` (input_map) has as a value, or an output (output_map): what was meant.
+
+    Either key and value are exchanged, or an entry has another name, which then leads nowhere.
+    """
+    steps = config.ensemble_scheduling.step
+    maps = [dict(getattr(step, field)) for step in steps]
+    for index, entries in enumerate(maps):
+        if tensor in entries:
+            edit = f'{field} {{ key: "{entries[tensor]}" value: "{tensor}" }}'
+            fix = f"\n    fix: {edit}: the key is the model's tensor, the value the ensemble's"
+            return _in_step(text + fix, index, field, tensor)
+    ends = {each.name for each in (*config.input, *config.output)}
+    others = {value for step in steps for value in getattr(step, _OTHER[field]).values()}
+    loose = [value for entries in maps for value in entries.values() if value not in ends | others]
+    if meant := _near(tensor, loose):
+        index = next(at for at, entries in enumerate(maps) if meant in entries.values())
+        return _in_step(f'{text}\n    fix: value: "{tensor}"', index, field, meant)
+    return ModelError(f'{text}\n    no step\'s {field} has the value "{tensor}"')
+
+
+def _unwritten(config: model_config_pb2.ModelConfig, text: str, tensor: str, writers: Collection[str]) -> ModelError:
+    """For a tensor that a step reads and that never gets there."""
+    steps = config.ensemble_scheduling.step
+    index = next(at for at, step in enumerate(steps) if tensor in step.input_map.values())
+    if tensor in writers:  # by a step that waits itself
+        return _in_step(text, index, "input_map", tensor)
+    given = [*writers, *(each.name for each in config.input)]
+    read = {value for step in steps for value in step.input_map.values()} | {each.name for each in config.output}
+    meant = _near(tensor, [each for each in given if each not in read]) or _near(tensor, given, only=False)
+    fix = f'\n    fix: value: "{meant}"' if meant else f'\n    no step\'s output_map has the value "{tensor}"'
+    return _in_step(text + fix, index, "input_map", tensor)
+
+
+_OTHER = {"input_map": "output_map", "output_map": "input_map"}
+
+
+def _near(name: str, others: Collection[str], *, only: bool = True) -> str:
+    """What of `others` is meant by `name`, or "". `only`: if there is but one, that one."""
+    near = get_close_matches(name, others, n=1, cutoff=0.5)
+    return near[0] if near else next(iter(others)) if only and len(set(others)) == 1 else ""
+
+
+def _in_step(text: str, index: int, field: str, value: str) -> ModelError:
+    error = ModelError(text)
+    error.field, error.value = f"ensemble_scheduling[0].step[{index}].{field}[", value
+    return error
