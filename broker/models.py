@@ -293,9 +293,9 @@ class Models(Catalogue):
             request = replace(request, overrides={model: override.config})
         result = [each async for each in results(request, self._gpus, self._workers.loads)][-1]
         if isinstance(result, LoadFailure):
-            if not load_failures.is_unknown(result) and not load_failures.is_of_override(result):
-                self._failed(result)
             roots = (*self._roots, *load_failures.roots_of((override.repository,)))
+            if not load_failures.is_unknown(result) and not load_failures.is_of_override(result):
+                self._failed(result, roots)
             raise load_failures.refusal(load_failures.shown_to_clients(result, roots))
         assert isinstance(result, ModelConfig), "a result for every model"
         check_code(override, result)
@@ -377,10 +377,11 @@ class Models(Catalogue):
         if not self.explicit:
             raise InferError(Code.UNAVAILABLE, NOT_EXPLICIT)
 
-    def _failed(self, failure: LoadFailure) -> None:
+    def _failed(self, failure: LoadFailure, roots: Iterable[str] = ()) -> None:
+        """`roots`: where its files are, if not only in the model repositories."""
         for line in load_failures.told(failure):
             _log.error("%s", line)
-        shown = load_failures.shown_to_clients(failure, self._roots)
+        shown = load_failures.shown_to_clients(failure, roots or self._roots)
         load_failures.remember(self.known.setdefault(failure.name, Model()), shown)
 
     def _lost(self, model: str, number: int, generation: int, reason: str) -> None:

@@ -90,7 +90,7 @@ class Overrides:
             raise InferError(
                 Code.INTERNAL,
                 f"failed to load '{model}', failed to poll from model repository: its files cannot be written to "
-                f"{repository}: {reason}",
+                f"the run directory: {reason}",
             ) from error
         return Override(found.config, repository, code)
 

@@ -23,7 +23,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 class LoadParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`config`: Triton's JSON form, or protobuf text; None: that of the repository. `files`: path → byte size."""
+    """`config`: in Triton's JSON form; None: that of the repository. `files`: path → byte size."""
 
     config: str | None = None
     files: dict[str, int] = {}

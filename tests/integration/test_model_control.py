@@ -156,6 +156,10 @@ def test_tritons_own_clients_override(broker):
     model = models.matmul().SerializeToString()
     http = triton_http.InferenceServerClient(f"127.0.0.1:{broker.ports['http']}")
     grpc = triton_grpc.InferenceServerClient(f"127.0.0.1:{broker.ports['grpc']}")
+    with pytest.raises(InferenceServerException, match="made/1/model[.]onnx: is empty"):
+        http.load_model("made", config="{}", files={"file:1/model.onnx": b""})
+    (row,) = (row for row in http.get_model_repository_index() if (row["name"], row.get("version")) == ("made", "1"))
+    assert row["reason"] == "made/1/model.onnx: is empty (0 bytes)"
     for client in (http, grpc):
         client.load_model("made", config='{"max_batch_size": 3}', files={"file:1/model.onnx": model})
         assert client.is_model_ready("made")

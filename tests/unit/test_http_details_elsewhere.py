@@ -44,6 +44,24 @@ NOT_UINT = "attempt to access JSON non-unsigned-integer as unsigned-integer"
             "parameters.confg: expected 'config' or 'file:' with a path below the model's directory",
         ),
         (
+            "/v2/repository/models/m/load",
+            {"parameters": {"file:1/m": "@@@"}},
+            "'file:1/m' must be base64, got '@' at character 1",
+            "parameters.file:1/m: expected base64, got '@' at character 1",
+        ),
+        (
+            "/v2/repository/models/m/load",
+            {"parameters": {"file:1/m": "YQ==YQ=="}},
+            "'file:1/m' must be base64, got '=' at character 3",
+            "parameters.file:1/m: expected base64, got '=' at character 3",
+        ),
+        (
+            "/v2/repository/models/m/load",
+            {"parameters": {"file:1/m": "YWJjY"}},
+            "'file:1/m' must be base64, got a text whose end is missing",
+            "parameters.file:1/m: expected base64, got a text whose end is missing",
+        ),
+        (
             "/v2/repository/models/m/unload",
             {"parameters": {"unload_dependents": 1}},
             "Unable to parse 'unload_dependents': attempt to access JSON non-boolean as boolean",

@@ -162,11 +162,15 @@ def test_load_and_unload(asker: Asker) -> None:
     files = {"config": "{}", "file:1/model.onnx": base64.b64encode(b"abc").decode()}
     asker.ask("POST", f"{path}/load")
     asker.ask("POST", f"{path}/load", {"parameters": files})
+    asker.ask(
+        "POST", f"{path}/load", {"parameters": {"file:in lines": "YW\r\nJ\nj\n", "file:unpadded": "YQ", "file:0": ""}}
+    )
     asker.ask("POST", f"{path}/unload")
     asker.ask("POST", f"{path}/unload", {"parameters": {"unload_dependents": True}})
     assert asker.service.loads == [
         ("add1", {}),
         ("add1", {"config": "{}", "file:1/model.onnx": b"abc"}),
+        ("add1", {"file:in lines": b"abc", "file:unpadded": b"a", "file:0": b""}),
         ("add1", {"unload_dependents": False}),
         ("add1", {"unload_dependents": True}),
     ]

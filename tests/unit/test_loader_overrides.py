@@ -13,9 +13,7 @@ from tests.fakes import models
 from tests.fakes.loading import config_of, reason_of, run
 
 
-@pytest.mark.parametrize(
-    "override", ['{"max_batch_size": "16"}', '{"maxBatchSize": 16}', "max_batch_size: 16", '{"max_batch_size": 16}']
-)
+@pytest.mark.parametrize("override", ['{"max_batch_size": "16"}', '{"maxBatchSize": 16}', ' {"max_batch_size": 16}'])
 def test_an_override_stands_in_place_of_the_file(tmp_path, override):
     text = 'max_batch_size: 2 parameters { key: "retry" value { string_value: "no" } }'
     config = config_of(tmp_path, models.add1(), text, overrides={"m": override, "other": "{"})
@@ -33,13 +31,16 @@ def test_a_zero_in_an_override_is_a_statement(tmp_path):
     ("override", "part"),
     [
         ("{", "the config is no JSON: Expecting"),
-        ("[]", "config:1:2: "),
+        ("[]", "the config is no JSON object"),
+        ("", "the config is no JSON object"),
+        ("nul\0", "the config is no JSON object"),
+        ("max_batch_size: 3", 'object, but config.pbtxt text\n    fix: config: {"max_batch_size": 3}'),
         ('{"max_batch_siz": 1}', "did you mean 'max_batch_size'?"),
         ('{"max_batch_size": "many"}', "max_batch_size field: expected a whole number, got 'many'"),
         ('{"input": [{"dims": ["n"]}]}', "dims field: expected a whole number, got 'n'"),
         ('{"input": [{"dims": {}}]}', "dims"),
         ('{"name": 5}', "name field: expected a string"),
-        ("max_batch_size: many", "config:1:17: "),
+        ("max_batch_size: many", "the config is no JSON object"),
         ('{"a":' * 2000, "nested too deeply"),
     ],
 )

@@ -6,6 +6,8 @@ Each takes the request and what its path names (see `broker.gateway.http.routes`
 from __future__ import annotations
 
 import base64
+import binascii
+import contextlib
 import re
 from typing import Any, Final, final
 
@@ -19,6 +21,7 @@ from shm.errors import Code, InferError, shortened
 from shm.message_values import IndexEntry, TensorMetadata
 
 _NOT_BASE64: Final = re.compile(r"[^A-Za-z0-9+/]")
+_NO_FILE: Final = re.compile(r"[^A-Za-z0-9+/\r\n]")  # lines of base64 end somewhere
 _INT_MAX: Final = 2**31 - 1
 
 
@@ -121,6 +124,20 @@ def decode_base64(text: str, name: str) -> bytes:
     return base64.b64decode(digits + "=" * (-len(digits) % 4))
 
 
+def _file(text: str, name: str) -> bytes:
+    """The content of a file. Triton's reader skips what is no base64, and the model is another one, or empty."""
+    with contextlib.suppress(ValueError):  # it has lines, or less at its end than it should
+        return binascii.a2b_base64(text, strict_mode=True)
+    digits = text.rstrip("=\r\n")
+    if found := _NO_FILE.search(digits):
+        came = f"{found[0]!r} at character {found.start() + 1}"
+    elif len(_NOT_BASE64.sub("", digits)) % 4 == 1:
+        came = "a text whose end is missing"
+    else:
+        return decode_base64(text, name)
+    raise refused(f"'{shortened(name)}' must be base64, got {came}", shortened(name), f"expected base64, got {came}")
+
+
 def _tensor(tensor: TensorMetadata) -> dict[str, Any]:
     return {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
 
@@ -156,6 +173,6 @@ def _load_parameter(name: str, value: object) -> str | bytes:
     if name == "config":
         return text
     if name.startswith("file:"):
-        return decode_base64(text, name)
+        return _file(text, name)
     problem = "expected 'config' or 'file:' with a path below the model's directory"
     raise Placed(Code.INTERNAL, "unexpected error on creating Triton parameter", place, problem)

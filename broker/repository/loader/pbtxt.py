@@ -16,6 +16,7 @@ from tritonclient.grpc import model_config_pb2
 from broker.repository.loader.failure import ModelError
 
 MAX_CONFIG = 1 << 20  # bytes; the largest in Triton's own test suites has 40 KB
+_MAX_SHOWN = 1000  # characters of a whole configuration in an error
 _PLACEHOLDER = re.compile(r"\$\{[^}\n]*\}|\{\{\s*[\w.]+\s*\}\}")  # of shells, and of Jinja and its like
 _QUOTED_NUMBER = re.compile(r"Couldn't parse (?:integer|float): [\"'](-?[\d.]+)[\"']")
 _PYTHONS_WORDS = (  # protobuf's parser of JSON passes them on
@@ -73,19 +74,28 @@ def parse(data: bytes, path: str) -> Parsed:
 
 
 def parse_override(text: str) -> Parsed:
-    """Parse a configuration that a load request brings: Triton's JSON form, or protobuf text. Raises ModelError."""
+    """Parse a configuration that a load request brings: Triton's JSON form, as there. Raises ModelError."""
     config = model_config_pb2.ModelConfig()
     if not text.lstrip().startswith("{"):
-        try:
-            return parse(text.encode(), "config")
-        except ModelError as error:
-            raise ModelError(f"Invalid config override: {error}") from error
+        raise ModelError(f"Invalid config override: the config is no JSON object{_as_json(text)}")
     try:
         tree = json.loads(text)
         json_format.ParseDict(tree, config, max_recursion_depth=100)
     except (json_format.ParseError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"Invalid config override: {_json_reason(error)}") from error
     return Parsed(config, "max_batch_size" in tree or "maxBatchSize" in tree, ())
+
+
+def _as_json(text: str) -> str:
+    """The fix for who sends config.pbtxt as it is; "" for a text that is no such thing."""
+    try:
+        tree = json_format.MessageToDict(parse(text.encode(), "").config, preserving_proto_field_name=True)
+    except (ModelError, UnicodeError):
+        return ""
+    shown = json.dumps(tree)
+    if not tree:
+        return ""
+    return ", but config.pbtxt text" + (f"\n    fix: config: {shown}" if len(shown) <= _MAX_SHOWN else "")
 
 
 def _json_reason(error: Exception) -> str:
