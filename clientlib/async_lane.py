@@ -245,3 +245,6 @@ class LoopLanes:
     def all(self) -> list[AsyncLane]:
         """Every lane."""
         return list(self._by_worker.values())
+
+    def end(self) -> None:
+        """The session has ended. The loop watches the lanes, and closes each when its worker has let go of it."""

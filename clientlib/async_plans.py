@@ -336,7 +336,7 @@ class AsyncPlan(StaysHere):
                     await self.release()  # also what was prepared meanwhile
                     raise was_released()
                 if bound.spread is not None:
-                    self._spread = bound.spread
+                    self._spread, bound.spread = bound.spread, None  # together they would keep the channel
                 elif bound.layout.responses:
                     self._streaming = bound  # `_start`, which finds no other, must not use it
                 elif self.gpus:

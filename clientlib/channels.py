@@ -148,10 +148,11 @@ class Lanes:
     Each step on a list is atomic: who removes a lane has it.
     """
 
-    __slots__ = ("_all", "_free", "_limit", "_local", "_shared", "_turn")
+    __slots__ = ("_all", "_ended", "_free", "_limit", "_local", "_shared", "_turn")
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
+        self._ended = False
         self._all: list[Lane] = []
         self._free: list[Lane] = []  # of threads that have ended, in that order
         self._shared: list[Lane] = []  # once for each thread that uses it and does not own it
@@ -175,11 +176,14 @@ class Lanes:
         lane = Lane(worker, channel, left)
         self._all.append(lane)
         self._held().by_worker[worker] = lane
+        if self._ended:
+            self.end()
         return lane
 
     def give_back(self, lane: Lane) -> None:
         """A thread has ended; requests of it that are still outstanding are settled by the next."""
-        self._free.append(lane)
+        if not self._ended:
+            self._free.append(lane)
 
     def leave_shared(self, lane: Lane) -> None:
         """A thread that shared it has ended."""
@@ -190,7 +194,7 @@ class Lanes:
         for lane in tuple(self._free):
             if lane in self._shared or lane.is_busy or not _removed(self._free, lane):
                 continue  # not out of the lists even for a moment: who is refused a channel may share it
-            self._all.remove(lane)  # then look who shares it; `shared` does the reverse, so one of the two sees it
+            _removed(self._all, lane)  # then look who shares it; `shared` does the reverse, so one of the two sees it
             if lane not in self._shared and lane.close_unused():
                 return lane
             self._all.append(lane)
@@ -200,6 +204,17 @@ class Lanes:
     def all(self) -> list[Lane]:
         """Every lane, whoever holds it."""
         return list(self._all)
+
+    def end(self) -> None:
+        """The session has ended: each lane goes, with its descriptors, when the last request on it does.
+
+        Every lane refers to its link, and that to this object: without this they would wait for Python's collector.
+        """
+        self._ended = True
+        self._local = threading.local()  # drops what every thread holds
+        self._all.clear()
+        self._free.clear()
+        self._shared.clear()
 
     def shared(self, worker: str) -> Lane | None:
         """A lane that others use too; each call the next one."""

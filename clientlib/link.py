@@ -5,6 +5,8 @@ Seen by `clientlib.native`, which fills it, and by the plans, which submit throu
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, final
 
@@ -86,6 +88,30 @@ class Link(Generic[L]):
     def channel_gone(self) -> None:
         """Broker and worker of a channel are gone."""
         self._lose(self)
+
+
+@final
+class LeftLanes(Generic[L]):
+    """Lanes of a client's sessions that have ended, as long as a request refers to them."""
+
+    __slots__ = ("_lanes", "_lock")
+
+    def __init__(self) -> None:
+        self._lanes: weakref.WeakSet[L] = weakref.WeakSet()
+        self._lock = threading.Lock()  # adding while another thread goes through them is an error
+
+    def take(self, link: Link[L]) -> None:
+        """The session of `link` has ended: its lanes go when nobody uses them any more."""
+        with self._lock:
+            self._lanes.update(link.lanes.all())
+        link.lanes.end()
+
+    def close(self) -> None:
+        """Nobody may wait on one any more."""
+        with self._lock:
+            lanes = tuple(self._lanes)
+        for lane in lanes:
+            lane.close()
 
 
 @final

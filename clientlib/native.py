@@ -21,13 +21,13 @@ from typing import Any, Generic, final
 from clientlib import process
 from clientlib.arena import Block, Store
 from clientlib.arguments import LONGEST_TEXT, model_text, shown, text, version_text, whole
+from clientlib.attaching import attach_regions
 from clientlib.binding import Binder
 from clientlib.cuda_order import Orders, Ring
-from clientlib.cuda_region import CudaRegion
 from clientlib.failures import ModelAbsent, RoomNeeded, is_absent
 from clientlib.layout import Layout, sketch
 from clientlib.leases import Leases
-from clientlib.link import Bound, L, Link, PlanState, Prepared
+from clientlib.link import Bound, L, LeftLanes, Link, PlanState, Prepared
 from clientlib.recipe import Recipe
 from clientlib.region import MappedRegion, TensorRef
 from clientlib.session import Answer, Call, Procedure
@@ -57,6 +57,7 @@ class Native(Generic[L]):
         self.leases = Leases()
         self.orders = Orders()
         self._store = Store()
+        self._left: LeftLanes[L] = LeftLanes()
         self.binder: Binder[L] = Binder(slots, spin_s, self._unbind_all)
         self._make_region = make_region
         self._lock = threading.Lock()  # for the set: adding while another thread goes through it is an error
@@ -79,6 +80,7 @@ class Native(Generic[L]):
             self.link = None
             self._released.clear()
             link.session.close()
+            self._left.take(link)
         # Also by a thread that comes second: it may not go on with its old channel while the first is still at it.
         self._unbind_all()
 
@@ -91,8 +93,9 @@ class Native(Generic[L]):
         self._released.clear()
         self._unbind_all()
         if link is not None:
-            for lane in link.lanes.all():
-                lane.close()
+            self._left.take(link)
+        self._left.close()
+        if link is not None:
             link.session.close()
         for region in (*self.regions.values(), *self._store.regions()):
             region.release_fd()
@@ -125,30 +128,9 @@ class Native(Generic[L]):
 
     def attach(self) -> Procedure[None]:
         """Register on a new session what was registered on the one before, and take its leases."""
-        for region in (*self.regions.values(), *self._store.regions()):
-            try:
-                yield self._registration(region)
-            except ConnectionLost:
-                raise
-            except InferError as error:
-                region.retired = f"lost when the broker was reached again: {error.message}"
-                self.regions.pop(region.name, None)
+        yield from attach_regions(self.regions, self._store.regions())
         yield from self.orders.attach()
         yield from self.leases.attach()
-
-    def _registration(self, region: MappedRegion) -> Call:
-        if isinstance(region, CudaRegion):
-            return region.registration()
-        if region.memory.fd is not None and region.offset == 0:
-            return Call(messages.RegisterPool(name=region.name, byte_size=region.byte_size), (region.memory.fd,))
-        if region.key:
-            return Call(
-                messages.RegisterSystem(
-                    name=region.name, key=region.key, byte_size=region.byte_size, offset=region.offset
-                ),
-                expects=1,
-            )
-        raise InferError(Code.NOT_FOUND, "its token has ended; ask its owner for a new one")
 
     def call(
         self, link: Link[L], message: messages.Message, expects: int, fds: Sequence[int] = ()

@@ -276,9 +276,10 @@ class Plan(StaysHere):
         if bound is None or self._released:
             self.release()  # also what was prepared meanwhile
             raise was_released()
-        if bound.spread is not None:  # `_start`, which finds no other, has to come here each time
-            local.spread = bound.spread
-            return self._choose(bound.spread, deadline_ns, route)
+        if (spread := bound.spread) is not None:  # `_start`, which finds no other, has to come here each time
+            bound.spread = None  # which has it, too: together they would keep the channel
+            local.spread = spread
+            return self._choose(spread, deadline_ns, route)
         if bound.layout.responses:
             local.streaming = bound  # `_start`, which finds no other, must not use it
         elif self.gpus:

@@ -26,9 +26,11 @@ from shm.messages import (
     Large,
     Message,
     Prepared,
+    RegionInfo,
     Release,
     Reply,
     Starting,
+    Unregister,
     Welcome,
 )
 from shm.sockets import close_all
@@ -167,6 +169,8 @@ class Session:
                 self._returns.append(CloseChannel(channel=channel))
             case Prepared(index=index, generation=generation):
                 self._returns.append(Release(index=index, generation=generation))
+            case RegionInfo(name=name):  # nobody knows of it here: its memory would stay until the session ends
+                self._returns.append(Unregister(name=name))
 
     def end(self, why: str = "went away") -> None:
         """The connection is gone: everyone who waits is told so."""

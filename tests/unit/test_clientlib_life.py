@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -135,6 +136,78 @@ class TestBroker:
         client.models()
         with pytest.raises(InferError, match=r"'r': it was lost.*no memory quota"):
             client.prepare("double", {"x": region.tensor((1, 4), "FP32")})
+
+    def test_a_region_is_not_lost_because_the_new_broker_is_late(self, client, small_broker):
+        _, plan = doubling(client)
+        small_broker.stop()
+        small_broker.answers["RegisterPool"] = lambda asked: None  # no answer
+        small_broker.start()
+        with pytest.raises(InferError, match="no answer to RegisterPool"):
+            client.load("double", timeout=0.05)
+        del small_broker.answers["RegisterPool"]
+        assert plan.infer(timeout=60)["y"].tolist() == [[0, 2, 4, 6]]
+
+
+class TestLostSessions:
+    """Their channels go with the last request on them, without Python looking for cycles."""
+
+    @pytest.fixture(autouse=True)
+    def _no_collector(self):
+        gc.collect()
+        gc.disable()
+        yield
+        gc.enable()
+
+    def lanes_of(self, client):
+        return [weakref.ref(lane) for lane in client.native.link.lanes.all()]
+
+    def test_of_a_thread_that_goes_on(self, client, small_broker):
+        _, plan = doubling(client)
+        plan.infer()
+        client.infer("double", {"x": np.ones((1, 1), np.float32)})
+        (lane,) = self.lanes_of(client)
+        small_broker.stop()
+        small_broker.start()
+        client.models()
+        assert lane() is None
+
+    def test_of_one_that_waits(self, client, small_broker):
+        _, plan = doubling(client)
+        plan.infer()
+        small_broker.hold = True
+        pending = plan.submit()
+        (lane,) = self.lanes_of(client)
+        small_broker.stop()
+        small_broker.hold = False
+        small_broker.start()
+        client.models()
+        assert lane() is not None
+        with pytest.raises(InferError, match="broker went away"):
+            pending.result(60)
+        del pending
+        assert lane() is None
+
+    def test_of_one_that_ended(self, client, small_broker):
+        _, plan = doubling(client)
+        thread = threading.Thread(target=plan.infer)
+        thread.start()
+        thread.join()
+        (lane,) = self.lanes_of(client)
+        small_broker.stop()
+        small_broker.start()
+        client.models()
+        assert lane() is None
+
+    def test_closing_tells_who_waits_on_one(self, small_broker):
+        client = connect(small_broker)
+        _, plan = doubling(client)
+        small_broker.hold = True
+        pending = plan.submit()
+        client.native.lose(client.native.link)  # the worker has not let go of the channel
+        client.models()
+        client.close()
+        with pytest.raises(InferError, match="closed"):
+            pending.result(60)
 
 
 class TestClosing:

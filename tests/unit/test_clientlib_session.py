@@ -88,6 +88,10 @@ class TestSession:
                 messages.Prepare(model="m", inputs=(), outputs=()),
                 messages.Prepared(index=3, generation=2, worker="w", model_version="1", rows=1),
             ),
+            (
+                messages.RegisterPool(name="r", byte_size=64),
+                messages.RegionInfo(name="r", kind="pool", region=1, generation=1, byte_size=64),
+            ),
             (messages.GetModels(), messages.Models(models=())),
         ):
             number, _ = self.ask(session, Call(call))
@@ -103,10 +107,11 @@ class TestSession:
             session.give_back(full)
         session.give_back(sent.append)
         session.give_back(sent.append)
-        close, release = map(messages.decode_request, sent)
+        close, release, unregister = map(messages.decode_request, sent)
         assert isinstance(close, messages.CloseChannel)
         assert isinstance(release, messages.Release)
-        assert (close.channel, release.index, release.generation) == (7, 3, 2)
+        assert isinstance(unregister, messages.Unregister)
+        assert (close.channel, release.index, release.generation, unregister.name) == (7, 3, 2, "r")
 
     def test_garbage_is_a_protocol_error_and_leaks_nothing(self):
         fd = open_fd()
