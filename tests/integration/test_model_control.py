@@ -156,7 +156,7 @@ def test_tritons_own_clients_override(broker):
     model = models.matmul().SerializeToString()
     http = triton_http.InferenceServerClient(f"127.0.0.1:{broker.ports['http']}")
     grpc = triton_grpc.InferenceServerClient(f"127.0.0.1:{broker.ports['grpc']}")
-    with pytest.raises(InferenceServerException, match="made/1/model[.]onnx: is empty"):
+    with pytest.raises(InferenceServerException, match="is empty"):
         http.load_model("made", config="{}", files={"file:1/model.onnx": b""})
     (row,) = (row for row in http.get_model_repository_index() if (row["name"], row.get("version")) == ("made", "1"))
     assert row["reason"] == "made/1/model.onnx: is empty (0 bytes)"
