@@ -337,11 +337,12 @@ class Worker:
         blocks.abandon(tuple(self.instances))
 
     async def _after_death(self, pid: int, ended: Exit) -> None:
-        self.last_death, self.died_ns = ended.text, time.monotonic_ns()
+        ran_last = self._owner.blocks.ran_last(self.key) if ended.asks_who else ""
+        self.last_death, self.died_ns = f"{ended.text}{ran_last}", time.monotonic_ns()
         self._before = Predecessor(ended.told, self.died_ns) if self._was_ready else self._before
         self.restarts += 1
         delay_s = self._back_off.after_death(self._was_ready)
-        _log.error("worker '%s' (pid %d): %s; next start in %g s", self.key, pid, ended.text, delay_s)
+        _log.error("worker '%s' (pid %d): %s; next start in %g s", self.key, pid, self.last_death, delay_s)
         if ended.signal == signal.SIGBUS:
             # Was a region truncated? Given to the replacement it would kill that too.
             for region in self._state.truncated_regions():
@@ -366,8 +367,7 @@ class Worker:
                     await self._state.stopping.wait()
 
     def _give_up(self, load: Load, death: str) -> None:
-        limit = self._state.deaths.limit
-        reason = f"the worker died {limit} times in a row while loading it (last: {death})"
+        reason = f"the worker died {self._state.deaths.limit} times in a row while loading it (last: {death})"
         wanted = self._state.models.pop(load, None)
         if wanted is not None:
             wanted.error = InferError(Code.UNAVAILABLE, reason)

@@ -160,6 +160,13 @@ class StatisticsBlocks:
             count, total_ns = self._lost.get(owner, (0, 0))
             self._lost[owner] = count + 1, total_ns + max(0, took_ns)
 
+    def ran_last(self, worker: str) -> str:
+        """The model that ran last in this worker, as the end of a sentence; "": none has run there."""
+        words = self.page.words
+        held = ((owner, block) for owner, workers in self._blocks.items() for block in workers.get(worker, ()))
+        last = max(((words[block * BLOCK + STARTED], owner) for owner, block in held), default=(0, ("", 0)))
+        return f"; model '{last[1][0]}' version {last[1][1]} ran last" if last[0] else ""
+
     def abandon(self, blocks: Sequence[int]) -> None:
         """The process that wrote these blocks is dead: nothing runs there and nothing is queued."""
         for block in blocks:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, final
 import msgspec
 
 from broker.worker.messages import (
+    CLOSED_DESCRIPTORS,
     Acknowledged,
     ChannelBroken,
     LinkMessage,
@@ -41,6 +42,7 @@ from shm.messages import MAX_DATAGRAM
 from shm.sockets import close_all, receive, send
 
 Notice = ChannelBroken | RegionIdle | WantSession | Offence
+CLOSED = "its descriptors were closed, not by itself: a model may have closed some that are not its own"
 LINGER_S = 1.0  # between the end of a link and the end of its process
 TOLD_S = 0.05  # for the zygote to say how a process ended: what its requests are told is due within 0.1 s
 OUTBOX = 65536  # messages that wait for a worker to read its link
@@ -62,6 +64,7 @@ class Exit(NamedTuple):
     text: str
     signal: int
     told: str = ""
+    asks_who: bool = False  # is it of interest which model ran last?
 
 
 def describe_exit(code: int | None) -> Exit:
@@ -217,7 +220,9 @@ class WorkerProcess:
     def exit(self, code: int | None) -> Exit:
         """How it ended, given what `Zygote.exit_code` said of it. Why it was killed may not be for clients."""
         ended = describe_exit(code)
-        return Exit(self.kill_reason or ended.text, ended.signal, self.kill_told or ended.text)
+        if is_closed := code == CLOSED_DESCRIPTORS:
+            ended = ended._replace(text=f"{ended.text}: {CLOSED}")
+        return Exit(self.kill_reason or ended.text, ended.signal, self.kill_told or ended.text, is_closed)
 
     async def ended(
         self, exit_code: Coroutine[Any, Any, int | None], bury: Callable[[WorkerProcess, str, int], None]

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import final
 
-from broker.worker import link, link_log, messages
+from broker.worker import last_words, link, link_log, messages
 from broker.worker.cache import ResponseCache
 from broker.worker.ensembles.remote.elsewhere import Elsewhere
 from broker.worker.link import Link
@@ -197,13 +197,8 @@ class Control:
     def _serve(self) -> None:
         try:
             self._loop.serve()
-        except BaseException:
-            # A worker whose loop is broken must not look alive: its replacement redoes everything from the ledger.
-            try:
-                traceback.print_exc()  # which asks the exception, and that may be own code's
-                sys.stderr.flush()
-            finally:
-                os._exit(70)
+        except BaseException as error:
+            last_words.end(error)  # a worker whose loop is broken must not look alive
 
     # --- regions and plans --------------------------------------------------------------------------------------
 

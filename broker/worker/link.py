@@ -10,6 +10,7 @@ import socket
 import threading
 from typing import final
 
+from broker.worker.last_words import end, is_closed
 from broker.worker.messages import LinkMessage, Refused, ToWorker, decode_to_worker, encode, sendable
 from shm import sockets
 from shm.errors import can_be_told, described
@@ -43,7 +44,9 @@ class Link:
                 except BlockingIOError:
                     if not select.select([], [self._socket], [], SEND_MS / 1000)[1]:
                         os._exit(1)
-                except OSError:
+                except OSError as error:
+                    if is_closed(error):
+                        end(error)
                     os._exit(0)  # the broker is gone, and so is every reason to be here
 
     def receive(self) -> tuple[ToWorker, list[int]] | None:

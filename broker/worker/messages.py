@@ -28,6 +28,7 @@ from shm.cuda.descriptor import CudaEvents, CudaMemory
 from shm.messages import TensorSpec
 
 MAX_TEXT: Final = 8000  # characters of what others wrote, so that a message fits a datagram in whatever script
+CLOSED_DESCRIPTORS: Final = 73  # exit status of a worker that has lost descriptors, not by itself
 IN_USE, USED, UNLOADED = "in use", "used", "unloaded"  # details of acknowledgements
 
 

@@ -7,6 +7,7 @@ import select
 import socket
 from typing import NoReturn
 
+from broker.worker import last_words
 from broker.worker.control import Control
 from broker.worker.link import Link
 from broker.worker.messages import Start
@@ -27,5 +28,10 @@ def main(sock: socket.socket) -> NoReturn:
     start, fds = received
     if not isinstance(start, Start) or len(fds) != 1:
         os._exit(2)
-    Control(link, StatisticsPage(fds[0]), start).run()
+    try:
+        Control(link, StatisticsPage(fds[0]), start).run()
+    except OSError as error:
+        if not last_words.is_closed(error):
+            raise
+        last_words.end(error)
     os._exit(0)

@@ -1,10 +1,10 @@
 """A small worker that speaks the link and runs nothing: entry module for tests of supervision.
 
 Each message it gets, but pings, is a line of JSON in the file named by TEST_JOURNAL. What loading a model does follows
-from the model's parameter `on_load`: a signal's name (it dies of it), "refuse", "hang" (its block shows a
-batch that runs), "silent" (no answer), "helper" (starts a process that ignores everything; its pid is in the journal),
-or "NAME while FILE" (as long as the file exists). A file named TEST_JOURNAL with ".refuse" behind it
-makes it refuse channels.
+from the model's parameter `on_load`: a signal's name (it dies of it), "refuse", "hang" (its block shows a batch that
+runs), "closed" (it ends as one whose model has run and closed its descriptors), "silent" (no answer), "helper" (starts
+a process that ignores everything; its pid is in the journal), or "NAME while FILE" (as long as the file exists). A file
+named TEST_JOURNAL with ".refuse" behind it makes it refuse channels.
 """
 
 from __future__ import annotations
@@ -80,6 +80,9 @@ def _load(message: messages.LoadInstances, page: StatisticsPage) -> messages.Lin
         block = page.block(message.blocks[0])
         block[STARTED] = time.monotonic_ns()
         block[BATCH] = 3
+    elif action == "closed":
+        page.block(message.blocks[0])[STARTED] = time.monotonic_ns()
+        os._exit(messages.CLOSED_DESCRIPTORS)
     elif action != "refuse" and action and (not file or os.path.exists(file)):
         signal.signal(getattr(signal, action), signal.SIG_DFL)
         os.kill(os.getpid(), getattr(signal, action))

@@ -15,6 +15,7 @@ import pytest
 from shm.errors import Code, InferError
 from shm.memory import sealed_memfd
 from shm.recovery import DIED, to_blame
+from shm.statistics import STARTED
 from tests.fakes.channel import PLAN, Plan, Twin, submit, take
 from tests.fakes.processes import children, descriptors, in_loop, until
 from tests.fakes.workers import (  # noqa: F401 (fixtures)
@@ -143,6 +144,17 @@ async def test_a_hanging_worker_is_killed_and_named(journal: Journal) -> None:
         await until(lambda: worker.restarts > 0)
         assert "hung: model 'm' version 1 had run a batch of 3" in worker.last_death
         await replaced(worker, pid)
+
+
+@in_loop
+async def test_who_ran_last_is_named_where_descriptors_were_closed(journal: Journal) -> None:
+    async with running() as workers:
+        worker = workers.start(KEY)
+        idle, blocks = (workers.blocks.take((name, 1), 1, KEY) for name in ("idle", "m"))
+        workers.blocks.page.block(idle[0])[STARTED] = 1
+        with pytest.raises(InferError, match=r"last: exit code 73: its descriptors were closed, not by itself"):
+            await worker.load(config(on_load="closed"), 1, 1, blocks)
+        assert worker.last_death.endswith("; model 'm' version 1 ran last")
 
 
 @in_loop

@@ -16,7 +16,7 @@ from shm import statistics
 from shm.errors import Code, InferError
 from tests.fakes.broker import eventually
 from tests.fakes.loaded import Memory
-from tests.fakes.lone_worker import SIZE, WAIT, Gate, LoneWorker, Session, counted, load_message
+from tests.fakes.lone_worker import LIMIT_S, SIZE, WAIT, Gate, LoneWorker, Session, counted, load_message
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +55,11 @@ def reload(worker: LoneWorker, config, blocks: tuple[int, ...], generation: int)
     [
         ("def load(context):\n    raise ValueError('no such file')\n", "INTERNAL", "ValueError: no such file"),
         ("def load(context):\n    raise SystemExit(3)\n", "INTERNAL", "SystemExit: 3"),
+        (
+            "def load(context):\n    raise KeyboardInterrupt\n",
+            "INTERNAL",
+            "KeyboardInterrupt: raised by the model's own",
+        ),
         ("raise SystemExit(3)\n", "INTERNAL", "backend.py raised SystemExit: 3"),
         ("import nowhere_to_be_found\n", "INTERNAL", "No module named 'nowhere_to_be_found'"),
     ],
@@ -65,6 +70,16 @@ def test_a_model_that_cannot_be_loaded_is_refused_and_costs_nothing_else(worker,
     with pytest.raises(InferError, match=expected) as raised:
         worker.load(gate.config())
     assert raised.value.code == code
+    gate.close()
+
+
+def test_a_worker_whose_descriptors_a_model_closes_says_so_as_it_ends(tmp_path):
+    gate = Gate(tmp_path / "closes")
+    (gate.directory / "backend.py").write_text("import os\ndef load(context):\n    os.closerange(3, 4096)\n")
+    config = gate.config()
+    with LoneWorker() as worker:
+        worker.send(load_message(config, worker.blocks(config), 1))
+        assert worker.process.wait(LIMIT_S) == messages.CLOSED_DESCRIPTORS
     gate.close()
 
 
