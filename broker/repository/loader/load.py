@@ -63,7 +63,7 @@ def load(model: ModelDirectory, request: LoadRequest) -> ModelConfig | LoadFailu
     try:
         return _load(model, request)
     except ModelError as error:
-        reason, versions = _located(error, model, request), error.versions
+        reason, versions = located_in(error, model, request), error.versions
     except OSError as error:
         reason = f"{error.filename or model.path}: {error.strerror or error}"
     except MemoryError:
@@ -73,12 +73,13 @@ def load(model: ModelDirectory, request: LoadRequest) -> ModelConfig | LoadFailu
     return LoadFailure(name=model.name, reason=reason, versions=versions)
 
 
-def _located(error: ModelError, model: ModelDirectory, request: LoadRequest) -> str:
+def located_in(error: ModelError, model: ModelDirectory, request: LoadRequest) -> str:
+    """The text of `error` with its place in the configuration's file."""
     reason = str(error)
     if model.name in request.overrides or reason.startswith(os.path.join(model.path, CUSTOM_BACKEND)):
         return reason  # not about that file's text
     try:
-        path = _config_path(model, request.config_name)
+        path = config_path(model, request.config_name)
         text = read_file(path, pbtxt.MAX_CONFIG, "").decode()
         return located(reason, path, text, model.name, error.field, error.value)
     except (ModelError, UnicodeDecodeError):
@@ -89,7 +90,7 @@ def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
     origins = Origins()
     parsed = _read_config(model, request, origins)
     config, notes = parsed.config, [*parsed.notes, *ignored(parsed.config)]
-    versions, none_served = _served_versions(config, model, notes)
+    versions, none_served = served_versions(config, model, notes)
     newest_first = dict(reversed(versions.items()))
     try:
         fill_backend(config, model, list(newest_first.values()))
@@ -114,7 +115,7 @@ def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
         if config.backend == "onnxruntime":
             number, path = next(iter(newest_first.items()))
             with _about(versions):
-                read.append(_read_version(config, model, number, path))
+                read.append(read_version(config, model, number, path))
     except ModelError:
         if config.input and config.output:
             # As in Triton, what is wrong with the text is said before what is missing beside it.
@@ -165,11 +166,7 @@ def _finish(
     """Defaults and rules, once the model file has said what it can."""
     if config.platform == ENSEMBLE:
         validate_ensemble(config)
-    if config.name != model.name:
-        raise ModelError(
-            f"unexpected directory name '{model.name}' for model '{config.name}', directory name must equal model name"
-            f"\n    fix: leave 'name' out of config.pbtxt, or name: \"{model.name}\""
-        )
+    check_directory_name(config, model)
     on_cpu = config.backend in request.on_cpu and bool(request.gpus)
     if normalise(config, request.gpus, on_cpu=on_cpu) and config.backend == "onnxruntime":
         notes.append("its instances are on the CPU: the onnxruntime that is installed uses no GPU")
@@ -177,6 +174,15 @@ def _finish(
     tensors = [tensor for version in read for tensor in (*version.signature.inputs, *version.signature.outputs)]
     scalars = frozenset(tensor.name for tensor in tensors if tensor.shape == ())
     validate(config, model, request.gpus, scalars, request.no_gpus)
+
+
+def check_directory_name(config: model_config_pb2.ModelConfig, model: ModelDirectory) -> None:
+    """Raise ModelError if the text names another model."""
+    if config.name != model.name:
+        raise ModelError(
+            f"unexpected directory name '{model.name}' for model '{config.name}', directory name must equal model name"
+            f"\n    fix: leave 'name' out of config.pbtxt, or name: \"{model.name}\""
+        )
 
 
 def _read_older(
@@ -190,7 +196,7 @@ def _read_older(
     """Compare the other versions, too; those that do not fit leave `versions`."""
     for number, path in older:
         try:
-            version = _read_version(config, model, number, path)
+            version = read_version(config, model, number, path)
             compare(config, version.signature, version.path)
         except ModelError as error:
             # Triton's way: one bad version does not take the others down. The newest one decides.
@@ -201,7 +207,7 @@ def _read_older(
 
 
 def _read_config(model: ModelDirectory, request: LoadRequest, origins: Origins) -> pbtxt.Parsed:
-    path, origin = _config_path(model, request.config_name), FILE
+    path, origin = config_path(model, request.config_name), FILE
     if model.name in request.overrides:
         parsed, origin = pbtxt.parse_override(request.overrides[model.name]), OVERRIDE
     elif os.path.lexists(path):
@@ -219,7 +225,7 @@ def _read_config(model: ModelDirectory, request: LoadRequest, origins: Origins) 
     return parsed
 
 
-def _config_path(model: ModelDirectory, config_name: str) -> str:
+def config_path(model: ModelDirectory, config_name: str) -> str:
     """`configs/<config_name>.pbtxt` where the model has one, else config.pbtxt."""
     default = os.path.join(model.path, "config.pbtxt")
     if not config_name:
@@ -230,7 +236,7 @@ def _config_path(model: ModelDirectory, config_name: str) -> str:
     return path if os.path.lexists(path) else default
 
 
-def _served_versions(
+def served_versions(
     config: model_config_pb2.ModelConfig, model: ModelDirectory, notes: list[str]
 ) -> tuple[dict[int, str], str]:
     """Version number → directory, ascending, after the version policy; and why there is none, or ""."""
@@ -283,7 +289,8 @@ def _check_file_name(config: model_config_pb2.ModelConfig, model: ModelDirectory
         raise ModelError(f"default_model_filename {name!r} must stay within the version directory")
 
 
-def _read_version(config: model_config_pb2.ModelConfig, model: ModelDirectory, number: int, directory: str) -> _Version:
+def read_version(config: model_config_pb2.ModelConfig, model: ModelDirectory, number: int, directory: str) -> _Version:
+    """What the file of one version says. Raises ModelError."""
     path = os.path.join(directory, config.default_model_filename)
     if not os.path.lexists(path):
         raise ModelError(f"unable to find '{path}' for model '{config.name}'")

@@ -51,8 +51,11 @@ class Parsed(NamedTuple):
     notes: tuple[str, ...]
 
 
-def parse(data: bytes, path: str) -> Parsed:
-    """Parse a configuration text. Raises ModelError with path:line:column, the line, and the likely correction."""
+def parse(data: bytes, path: str, shown: str = "") -> Parsed:
+    """Parse a configuration text. Raises ModelError with path:line:column, the line, and the likely correction.
+
+    `shown`: the text that lines are shown of, if `data` is one that was changed within its lines.
+    """
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -62,7 +65,7 @@ def parse(data: bytes, path: str) -> Parsed:
     try:
         text_format.Parse(text, config)
     except text_format.ParseError as error:
-        raise ModelError(_explain(error, text, path)) from error
+        raise ModelError(_explain(error, shown or text, path)) from error
     except RecursionError as error:
         raise ModelError(f"{path}: is nested too deeply") from error
     # proto3 cannot tell an explicit 0 from an absent field; a merge over a sentinel can.

@@ -6,7 +6,8 @@ Called by `load` on a completed and normalised configuration, before it is compa
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 from tritonclient.grpc import model_config_pb2
@@ -14,9 +15,9 @@ from tritonclient.grpc import model_config_pb2
 from broker.repository.loader.failure import ModelError
 from broker.repository.loader.files import named
 from broker.repository.loader.validate_scheduling import (
+    scheduling_rules,
     validate_microseconds,
     validate_preferred,
-    validate_scheduling,
 )
 from broker.repository.scan import ModelDirectory
 
@@ -34,33 +35,58 @@ _Policy = model_config_pb2.ModelQueuePolicy
 def validate(
     config: _Config, model: ModelDirectory, gpus: Sequence[int], scalars: frozenset[str], no_gpus: str = ""
 ) -> None:
-    """Raise ModelError at the first rule that is broken.
+    """Raise ModelError at the first rule that is broken; arguments as for `rules`."""
+    for rule in rules(config, model, gpus, scalars, no_gpus):
+        rule()
+
+
+def rules(
+    config: _Config, model: ModelDirectory, gpus: Sequence[int], scalars: frozenset[str], no_gpus: str = ""
+) -> Iterator[Callable[[], None]]:
+    """Each raises ModelError if it is broken, and needs none of the others.
 
     `scalars`: tensors that have no dimensions in the model file; for them alone an empty reshape is right.
     """
-    name = config.name
-    if config.max_batch_size < 0:
-        raise ModelError(f"'max_batch_size' must be non-negative value for {name}")
-    if config.max_batch_size > MAX_BATCH:
-        raise ModelError(f"'max_batch_size' must be at most {MAX_BATCH} for {name}, got {config.max_batch_size}")
+    yield partial(_validate_batch_size, config)
     for kind, texts in (("input", config.input), ("output", config.output)):
-        if not texts:
-            raise ModelError(f"must specify one or more '{kind}'s for {name}: nothing could be taken from a model file")
+        yield partial(_validate_present, config, kind)
         seen: set[str] = set()
         for text in texts:
-            _validate_tensor(config, kind, text, scalars)
-            if text.name in seen:
-                raise ModelError(f"model {kind} '{text.name}' is specified more than once for {name}")
-            seen.add(text.name)
+            yield partial(_validate_tensor, config, kind, text, scalars)
+            yield partial(_validate_once, config, kind, text, seen)
     for text in config.input:
-        if text.format in (_Input.FORMAT_NHWC, _Input.FORMAT_NCHW) and len(text.dims) != 3:
-            raise ModelError(f"model input NHWC/NCHW require 3 dims for {name}, '{text.name}' has {len(text.dims)}")
+        yield partial(_validate_format, config, text)
     for text in config.output:
-        _validate_label_file(text, model)
+        yield partial(_validate_label_file, text, model)
     if config.HasField("dynamic_batching"):
-        _validate_dynamic_batching(config.dynamic_batching, config.max_batch_size, name)
-    validate_scheduling(config)
-    _validate_instance_groups(config, gpus, no_gpus)
+        yield partial(_validate_dynamic_batching, config.dynamic_batching, config.max_batch_size, config.name)
+    yield from scheduling_rules(config)
+    yield partial(_validate_instance_groups, config, gpus, no_gpus)
+
+
+def _validate_batch_size(config: _Config) -> None:
+    if config.max_batch_size < 0:
+        raise ModelError(f"'max_batch_size' must be non-negative value for {config.name}")
+    if config.max_batch_size > MAX_BATCH:
+        raise ModelError(f"'max_batch_size' must be at most {MAX_BATCH} for {config.name}, got {config.max_batch_size}")
+
+
+def _validate_present(config: _Config, kind: str) -> None:
+    if not getattr(config, kind):
+        raise ModelError(
+            f"must specify one or more '{kind}'s for {config.name}: nothing could be taken from a model file"
+        )
+
+
+def _validate_once(config: _Config, kind: str, text: Any, seen: set[str]) -> None:
+    if text.name in seen:
+        raise ModelError(f"model {kind} '{text.name}' is specified more than once for {config.name}")
+    seen.add(text.name)
+
+
+def _validate_format(config: _Config, text: Any) -> None:
+    if text.format in (_Input.FORMAT_NHWC, _Input.FORMAT_NCHW) and len(text.dims) != 3:
+        raise ModelError(f"model input NHWC/NCHW require 3 dims for {config.name}, '{text.name}' has {len(text.dims)}")
 
 
 def _validate_tensor(config: _Config, kind: str, text: Any, scalars: frozenset[str]) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 from tritonclient.grpc import model_config_pb2
@@ -37,26 +38,35 @@ _CORRIDS = (
 _ONE_OF = "either 'int32_false_true', 'fp32_false_true' or 'bool_false_true'"
 
 
-def validate_scheduling(config: _Config) -> None:
-    """Raise ModelError at the first rule that is broken."""
+def scheduling_rules(config: _Config) -> Iterator[Callable[[], None]]:
+    """Each raises ModelError if it is broken, and needs none of the others."""
     if config.HasField("sequence_batching"):
-        validate_sequence(config)
-    validate_batch_io(config)
+        yield partial(validate_sequence, config)
+    yield partial(validate_batch_io, config)
     for group in config.instance_group:
-        for resource in group.rate_limiter.resources:
-            if not resource.name or resource.count < 1:
-                raise ModelError(
-                    f"rate limiter resources of instance group '{group.name}' must have a name and a count of at least "
-                    f"1 for {config.name}"
-                )
+        yield partial(_validate_resources, config, group)
     if config.response_cache.enable:
-        _validate_cache(config)
+        yield partial(_validate_cache, config)
     for key in config.metric_tags:
-        if not _TAG.fullmatch(key):
-            raise ModelError(f"metric tag {key[:64]!r} must have 1 to 64 letters, digits or _ for {config.name}")
+        yield partial(_validate_tag, config, key)
     for index, sample in enumerate(config.model_warmup):
         for key, text in sample.inputs.items():
-            validate_size(f"model_warmup {index} input '{key}'", text, max(1, sample.batch_size), config.name)
+            what = f"model_warmup {index} input '{key}'"
+            yield partial(validate_size, what, text, max(1, sample.batch_size), config.name)
+
+
+def _validate_resources(config: _Config, group: Any) -> None:
+    for resource in group.rate_limiter.resources:
+        if not resource.name or resource.count < 1:
+            raise ModelError(
+                f"rate limiter resources of instance group '{group.name}' must have a name and a count of at least "
+                f"1 for {config.name}"
+            )
+
+
+def _validate_tag(config: _Config, key: str) -> None:
+    if not _TAG.fullmatch(key):
+        raise ModelError(f"metric tag {key[:64]!r} must have 1 to 64 letters, digits or _ for {config.name}")
 
 
 def validate_size(what: str, text: Any, rows: int, name: str) -> None:
