@@ -6,10 +6,10 @@ may submit (short lock); whoever holds `role` reaps for all.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
-import struct
 import threading
 import time
 from typing import Protocol, final
@@ -84,6 +84,7 @@ class ClientChannel:
         "_positions",
         "_ran",
         "_ran_at",
+        "_ring_mask",
         "_rung",
         "_sleeps",
         "_spin",
@@ -111,11 +112,12 @@ class ClientChannel:
         self._pending: list[Settles | None] = [None] * slots
         self._positions = [0] * slots
         self._submissions = geometry.submissions * 8
-        self._tail = self._words[TAIL]
-        self._consumed = self._words[CONSUMED]
-        self._sleeps = 0  # the stamp of the last one
-        self._rung = 0  # the last stamp of ARMED that was rung for
-        self._lock = threading.Lock()  # submit and cancel; its release is the fence between TAIL and ARMED
+        self._ring_mask = geometry.ring_mask
+        self._tail, self._consumed = self._words[TAIL], self._words[CONSUMED]
+        self._sleeps = self._rung = 0  # the stamp of the last sleep; the last one of ARMED that was rung for
+        # Submit and cancel; its release is the fence between TAIL and ARMED. Nothing is called under it: CPython runs
+        # signal handlers (and other threads) after calls and jumps, and one that submits must not find it held below.
+        self._lock = threading.Lock()
         self.role = threading.Lock()  # who reaps and waits
         self._poller = select.poll()
         self._poller.register(pipe_fd, select.POLLIN)
@@ -201,38 +203,44 @@ class ClientChannel:
         Raises struct.error when a field is out of its range (see `SUBMISSION`).
         """
         words = self._words
-        with self._lock:
-            if not self._free:
-                return 0
+        try:
             slot = self._free.pop()
-            tail = self._tail
-            position = tail + 1
-            try:
-                SUBMISSION.pack_into(
-                    self._memory,
-                    self._submissions + 64 * slot,
-                    position,
-                    plan_word,
-                    request_id,
-                    deadline_ns,
-                    input_position,
-                    output_position,
-                    rows,
-                    sequence_id,
-                    flags,
-                    priority,
-                    wait_event,
-                    0,
-                    0,
-                )
-            except struct.error:  # a field out of range: the caller's mistake must not cost a slot
+        except IndexError:
+            return 0
+        at = self._submissions + 64 * slot
+        tail = self._tail
+        position = tail + 1
+        try:
+            SUBMISSION.pack_into(
+                self._memory,
+                at,
+                position,
+                plan_word,
+                request_id,
+                deadline_ns,
+                input_position,
+                output_position,
+                rows,
+                sequence_id,
+                flags,
+                priority,
+                wait_event,
+                0,
+                0,
+            )
+            with self._lock:  # no call in it: see `_lock`
+                if tail != self._tail:  # another thread was faster
+                    tail = self._tail
+                    words[at >> 3] = position = tail + 1
+                self._pending[slot] = pending
+                self._positions[slot] = position
+                words[RING + (tail & self._ring_mask)] = slot
+                self._tail = position
+                words[TAIL] = position
+        except BaseException:  # a field out of range, a signal handler's exception: it must not cost a slot
+            if self._positions[slot] != position:
                 self._free.append(slot)
-                raise
-            self._pending[slot] = pending
-            self._positions[slot] = position
-            words[RING + (tail & self._geometry.ring_mask)] = slot
-            self._tail = position
-            words[TAIL] = position
+            raise
         armed = words[ARMED]
         if armed and armed != self._rung:
             self._ring(armed)
@@ -250,9 +258,9 @@ class ClientChannel:
         """
         slot, position = ident & 0xFFFF, ident >> 16
         words = self._words
-        if not self._lock.acquire(wait):
+        if not wait and self._lock.locked():
             return False
-        try:
+        with self._lock:  # no call in it
             if self._positions[slot] != position or self._pending[slot] is None:
                 return False
             at = self._geometry.submissions + 8 * slot + 7
@@ -260,11 +268,9 @@ class ClientChannel:
                 return True  # a second entry would tell nothing new, and many would fill the ring
             words[at] = position
             tail = self._tail
-            words[RING + (tail & self._geometry.ring_mask)] = slot | CANCEL
+            words[RING + (tail & self._ring_mask)] = slot | CANCEL
             self._tail = tail + 1
             words[TAIL] = tail + 1
-        finally:
-            self._lock.release()
         armed = words[ARMED]
         if armed and armed != self._rung:
             self._ring(armed)
@@ -374,19 +380,16 @@ class ClientChannel:
 
     def drain_pipe(self) -> None:
         """Empty the pipe; sets `gone` when its other end is closed: broker and worker are no more."""
-        try:
-            if not os.read(self.pipe_fd, 4096):
-                self.gone = True
-        except BlockingIOError:
-            pass
+        with contextlib.suppress(BlockingIOError):
+            self.gone = not os.read(self.pipe_fd, 4096) or self.gone
 
     def abandoned(self) -> list[Settles]:
         """Take back everything outstanding, after `gone` (nobody writes any more): the caller ends them."""
-        with self._lock:
-            left = [owner for owner in self._pending if owner is not None]
-            self._pending = [None] * self.slots
-            self._free = list(range(self.slots - 1, -1, -1))
-        return left
+        none: list[Settles | None] = [None] * self.slots
+        with self._lock:  # no call in it
+            left, self._pending = self._pending, none
+        self._free += [slot for slot, owner in enumerate(left) if owner is not None]  # not those being filled just now
+        return [owner for owner in left if owner is not None]
 
     def close(self) -> None:
         """Close the descriptors. The memory goes with the last reference."""
