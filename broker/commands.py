@@ -12,7 +12,7 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from broker.gpus import Gpus
@@ -42,6 +42,7 @@ from shm.messages import (
 from shm.run_directory import SOCKET
 
 TIMEOUT_S = 10.0
+REGIONS = 10  # of one session that `status` shows one by one
 
 T = TypeVar("T", bound=Message)
 
@@ -128,10 +129,9 @@ def human(document: dict[str, Any]) -> str:
     for title, columns in _TABLES.items():
         rows = document.get(title)  # a broker of an older version has fewer
         if rows:
-            lines += [
-                "",
-                ascii_table([title[:-1], *columns[1:]], ([_cell(row, name) for name in columns] for row in rows)),
-            ]
+            header = [title[:-1], *(name.removesuffix("_bytes") if name in _IN_MIB else name for name in columns[1:])]
+            shown = _shortened(rows) if title == "regions" else rows
+            lines += ["", ascii_table(header, ([_cell(row, name) for name in columns] for row in shown))]
     return "\n".join(lines)
 
 
@@ -141,8 +141,31 @@ def _about_gpus(cuda: dict[str, Any]) -> list[str]:
     return lines or ([f"no GPU: {cuda['reason']}"] if cuda.get("reason") else [])
 
 
+def _shortened(regions: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Session by session; of one that has many the first ones, and how many more there are."""
+    by_session: dict[object, list[dict[str, Any]]] = {}
+    for region in regions:
+        by_session.setdefault(region.get("session"), []).append(region)
+    for session, held in by_session.items():
+        yield from held[:REGIONS]
+        if more := held[REGIONS:]:
+            total = sum(region.get("byte_size", 0) for region in more)
+            yield {"name": f"… and {len(more)} more, {_mib(total)}", "session": session}
+
+
+_IN_MIB = ("memory_bytes",)
 _TABLES = {
-    "workers": ("key", "state", "pid", "restarts", "in_flight", "requests", "lost_wakeups", "last_death"),
+    "workers": (
+        "key",
+        "state",
+        "pid",
+        "memory_bytes",
+        "restarts",
+        "in_flight",
+        "requests",
+        "lost_wakeups",
+        "last_death",
+    ),
     "gateways": ("index", "state", "pid", "restarts", "hangs"),
     "models": ("name", "version", "state", "pending", "success", "fail", "workers", "reason"),
     "sessions": ("id", "pid", "uid", "regions", "region_bytes", "channels", "plans"),
@@ -154,7 +177,13 @@ def _cell(row: dict[str, Any], name: str) -> str:
     value = row.get(name)
     if name == "last_death" and value and "last_death_age_s" in row:  # a broker of an older version does not say
         return f"{value}, {row['last_death_age_s']:.0f} s ago"
+    if name in _IN_MIB and value is not None:
+        return _mib(value)
     return ", ".join(value) if isinstance(value, list) else "" if value is None else str(value)
+
+
+def _mib(byte_size: int) -> str:
+    return f"{byte_size / (1 << 20):.{0 if byte_size >= 10 << 20 else 1}f} MiB"
 
 
 # --- check --------------------------------------------------------------------------------------------

@@ -107,10 +107,16 @@ class ModelSizes:
 
 def resident(pid: int | None) -> Resident | None:
     """Of a process now; shared memory is somebody else's. None: unknown."""
+    found = resident_bytes(pid, "RssAnon", "RssFile")
+    return None if found is None else Resident(*found)
+
+
+def resident_bytes(pid: int | None, *kinds: str) -> list[int] | None:
+    """What a process has in memory now of each of these kinds, which are fields of /proc/PID/status. None: unknown."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
-            words = dict(line.split(None, 1) for line in file if line.startswith(("RssAnon:", "RssFile:")))
-        return Resident(*(int(words[name].split()[0]) << 10 for name in ("RssAnon:", "RssFile:")))
+            words = dict(line.split(":", 1) for line in file if line.startswith("Rss"))
+        return [int(words[kind].split()[0]) << 10 for kind in kinds]
     except (OSError, ValueError, KeyError):
         return None
 

@@ -17,6 +17,7 @@ import msgspec
 from broker.channels import Channels
 from broker.control import Models
 from broker.listener import Sessions
+from broker.model_sizes import resident_bytes
 from broker.plans import Plans
 from broker.records import RegionEntry, record
 from broker.registry import Registry
@@ -92,10 +93,12 @@ class StatusDocument:
 
     def _worker(self, worker: WorkerFacts) -> dict[str, Any]:
         words = self._worker_block(worker.key)
+        memory = resident_bytes(worker.pid, "RssAnon", "RssShmem")  # its own, and what it has touched of regions
         return {
             "key": worker.key,
             "state": worker.state,
             "pid": worker.pid,
+            "memory_bytes": None if memory is None else sum(memory),
             "restarts": worker.restarts,
             "last_death": worker.last_death,
             "last_death_age_s": _age_s(worker.died_ns) if worker.last_death else None,

@@ -68,6 +68,7 @@ def test_instances_come_and_go_under_load(broker: Broker, tmp_path: Path) -> Non
     (worker,) = broker.status()["workers"]
     assert worker["restarts"] == 0
     assert worker["lost_wakeups"] == 0
+    assert worker["memory_bytes"] > 1 << 20
 
 
 def test_a_replaced_worker_has_the_latest_number(broker: Broker, tmp_path: Path) -> None:

@@ -93,6 +93,11 @@ def test_tables_for_people():
     assert "tensorbroker 0.1, pid 7, up 12 s, in /run/x" in text
     assert "cpu/default, gpu0/default" in text
     assert "session |" not in text  # no sessions, no table
+    heavy = {"key": "cpu/default", "pid": 7, "memory_bytes": 100 << 20}
+    table = human({**DOCUMENT, "workers": [heavy, {**heavy, "memory_bytes": 1 << 19}, DOCUMENT["workers"][0]]})
+    assert " memory " in table
+    assert "100 MiB |" in table
+    assert "0.5 MiB |" in table
     gpu = {"ordinal": 0, "name": "H200", "uuid": "GPU-1", "total_memory": 5}
     dead = {"key": "cpu/default", "last_death": "killed by SIGKILL", "last_death_age_s": 12.4}
     assert "killed by SIGKILL, 12 s ago" in human({**DOCUMENT, "workers": [dead]})
@@ -100,6 +105,29 @@ def test_tables_for_people():
     assert "killed by SIGKILL" in human({**DOCUMENT, "workers": [dead]})
     assert "GPU 0: H200, GPU-1, 5 bytes\n" in human({**DOCUMENT, "cuda": {"reason": "", "gpus": [gpu]}})
     assert "no GPU: no driver\n" in human({**DOCUMENT, "cuda": {"reason": "no driver", "gpus": []}})
+
+
+def test_of_a_session_with_many_regions_the_first_are_shown():
+    sizes = {1: 10, 2: 12, 3: 1}
+    regions = [
+        {"name": f"r{session}.{at}.", "session": session, "byte_size": 3 << 20}
+        for at in range(12)
+        for session, count in sizes.items()
+        if at < count
+    ]
+    rows = [
+        line.split("|")
+        for line in human({**DOCUMENT, "regions": regions}).splitlines()
+        if "r1.0." in line or "more" in line or "r2." in line or "r3." in line
+    ]
+    assert [row[1].strip() for row in rows] == [
+        "r1.0.",
+        *(f"r2.{at}." for at in range(10)),
+        "… and 2 more, 6.0 MiB",
+        "r3.0.",
+    ]
+    assert rows[-2][5].strip() == "2", "whose they are"
+    assert human({**DOCUMENT, "regions": regions}).count("r1.") == 10
 
 
 def test_a_reader_that_has_seen_enough(tmp_path):
