@@ -200,8 +200,8 @@ def check_repositories(repositories: Sequence[str], *, strict: bool, config_name
     notes: list[str] = []
     for result in map(_with_members(results, config_name), results):
         if isinstance(result, LoadFailure):
-            versions = tuple(map(str, result.versions)) or ("-",)
-            rows += [(result.name, version, f"UNAVAILABLE: {result.reason}") for version in versions]
+            reasons = result.by_version() or {"-": result.reason}
+            rows += [(result.name, str(version), f"UNAVAILABLE: {reason}") for version, reason in reasons.items()]
         else:
             served = [(result.name, str(version), "OK") for version in result.versions]
             rows += served or [(result.name, "-", "Not loaded: No model version was found")]

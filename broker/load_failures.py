@@ -69,7 +69,8 @@ def refusal(failure: LoadFailure) -> InferError:
     if is_unknown(failure):
         return InferError(Code.INTERNAL, failure.reason)
     if failure.versions:
-        return versions_failed(failure.name, dict.fromkeys(failure.versions, failure.reason))
+        failed = [failure.cause] if failure.cause else failure.versions  # as in Triton, without those that go with it
+        return versions_failed(failure.name, dict.fromkeys(failed, failure.reason))
     code = Code.INVALID_ARG if is_of_override(failure) else Code.INTERNAL
     return InferError(code, f"{not_polled(failure.name)}: {failure.reason}")
 
@@ -108,8 +109,10 @@ def told(failure: LoadFailure) -> Iterator[str]:
     if failure.reason.startswith(start):
         yield failure.reason
         return
-    for which in [f" version {number}" for number in failure.versions] or [""]:
-        yield f"{start}{which}: {failure.reason}"
+    if not failure.versions:
+        yield f"{start}: {failure.reason}"
+    for number, reason in failure.by_version().items():
+        yield f"{start} version {number}: {reason}"
 
 
 def remember(model: Model, failure: LoadFailure) -> None:
@@ -119,5 +122,5 @@ def remember(model: Model, failure: LoadFailure) -> None:
         for version in model.versions.values():
             if version.generation:
                 version.load_failed(failure.reason)
-    for number in failure.versions:
-        model.versions.setdefault(number, Version(state=UNAVAILABLE)).load_failed(failure.reason)
+    for number, reason in failure.by_version().items():
+        model.versions.setdefault(number, Version(state=UNAVAILABLE)).load_failed(reason)

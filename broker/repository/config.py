@@ -277,8 +277,16 @@ class LoadFailure(msgspec.Struct, frozen=True, kw_only=True):
     """A model that could not be configured: `reason` is for the start-up table and the index.
 
     `versions`: those that it is about, if the configuration itself is not to blame but what it needs to be served.
+    `cause`: the one of them that has failed, if the others only go with it; else 0.
     """
 
     name: str
     reason: str
     versions: tuple[int, ...] = ()
+    cause: int = 0
+
+    def by_version(self) -> dict[int, str]:
+        """Why each version is not served."""
+        first, *_ = self.reason.splitlines() or ("",)
+        others = f"because version {self.cause} failed: {first}"
+        return {number: others if self.cause not in (0, number) else self.reason for number in self.versions}

@@ -20,6 +20,8 @@ from shm.errors import Code, InferError
 NOT_UNIQUE = "failed to poll model '%s': not unique across all model repositories"
 # ASCII only and no leading punctuation: a name is also a path component, a log field, a metric label and an argument.
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,254}")
+_LIKE_CONFIG = re.compile(r"config\.?(?:p[a-z.]*|txt|json|ya?ml)", re.IGNORECASE)
+_CLOUDS = ("s3://", "gs://", "as://")  # Triton's
 _VERSION = re.compile(r"[0-9]{1,19}")
 _MAX_VERSION = 2**63 - 1
 _MODEL_FILES = frozenset({".onnx", ".plan", ".pt", ".pt2", ".savedmodel", ".graphdef", ".xml"})
@@ -193,6 +195,16 @@ def why_no_version(path: str) -> str:
     return ""
 
 
+def misnamed(path: str) -> tuple[str, ...]:
+    """A sentence per file in a model's directory that may be meant as the configuration it does not have."""
+    with contextlib.suppress(OSError):
+        return tuple(
+            f"{os.path.join(path, name)} is not read: a configuration is called config.pbtxt"
+            for name in sorted(filter(_LIKE_CONFIG.fullmatch, os.listdir(path)))
+        )
+    return ()
+
+
 def _model_files(path: str) -> list[str]:
     with contextlib.suppress(OSError):
         return sorted(name for name in os.listdir(path) if os.path.splitext(name)[1] in _MODEL_FILES)
@@ -201,6 +213,9 @@ def _model_files(path: str) -> list[str]:
 
 def _list(repository: str) -> tuple[str, list[str], str]:
     """Its real path, the names of its directories, and why it cannot be read."""
+    if repository.startswith(_CLOUDS) and not os.path.isdir(repository):
+        problem = "cloud repositories are not supported: copy or mount it"
+        return "", [], f"failed to read model repository {repository!r}: {problem}"
     try:
         root = os.path.realpath(repository)
         return root, _subdirectories(root), ""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from broker.load_failures import refusal
 from broker.repository.loader.convert import MAX_LABELS
 from tests.fakes import models
 from tests.fakes.loading import config_of, reason_of, run
@@ -61,6 +62,20 @@ def test_an_older_version_that_does_not_fit_is_left_out(tmp_path):
     assert sum("is not served" in note for note in config.notes) == 2
 
 
+def test_the_newest_version_takes_the_others_along_and_they_say_so(tmp_path):
+    write_versions(tmp_path, "version_policy { all { } }", {1: models.add1(), 2: b"broken", 3: b""})
+    failure = run(tmp_path)
+    assert (failure.versions, failure.cause) == ((1, 2, 3), 3)
+    empty = f"{tmp_path}/m/3/model.onnx: is empty (0 bytes)"
+    others = f"because version 3 failed: {empty}"
+    assert failure.by_version() == {1: others, 2: others, 3: failure.reason}
+    assert failure.reason.startswith(empty)
+    assert "version 1 " not in refusal(failure).message
+    (tmp_path / "m" / "backend.py").write_text("")  # of all versions
+    failure = run(tmp_path)
+    assert failure.by_version() == dict.fromkeys((1, 2, 3), failure.reason)
+
+
 def test_versions_that_name_dimensions_differently_promise_nothing(tmp_path):
     other = models.identity(dims=("batch", "other"))
     write_versions(tmp_path, "version_policy { all { } }", {1: other, 2: models.add1()})
@@ -111,6 +126,37 @@ def test_the_files_that_say_nothing_are_named(tmp_path):
     assert "'default_model_filename'" in reason
     (tmp_path / "empty" / "1").mkdir(parents=True)
     assert f"{tmp_path / 'empty' / '1'} is empty" in run(tmp_path, "empty").reason
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        ((), "1 is empty"),
+        (("net.onnx",), "1 has 'net.onnx'\n    fix: default_model_filename: \"net.onnx\""),
+        (("a.onnx", "b.onnx"), "1 has 'a.onnx', 'b.onnx'"),
+        ((".model.onnx.Xy12",), "1 has '.model.onnx.Xy12'"),
+        ((".model.onnx",), "1 has '.model.onnx'"),
+    ],
+)
+def test_what_is_there_in_place_of_the_model_file_is_named(tmp_path, names, told):
+    directory = models.write_model(tmp_path, "m", config='platform: "onnxruntime_onnx"') / "1"
+    for name in names:
+        (directory / name).write_bytes(b"")
+    reason = run(tmp_path).reason
+    assert reason.startswith(f"unable to find '{directory}/model.onnx' for model 'm'\n")
+    assert reason.replace(f"    in {tmp_path}/m/config.pbtxt\n", "").endswith(f"\n    {tmp_path}/m/{told}")
+
+
+@pytest.mark.parametrize("name", ["Config.pbtxt", "config.pbtxt.txt", "config.prototxt", "config.json", "configpbtxt"])
+def test_a_configuration_of_another_name_is_not_read_and_that_is_said(tmp_path, name):
+    directory = models.write_model(tmp_path, "m", models.add1())
+    (directory / name).write_text("max_batch_size: 3")
+    text = f"{directory}/{name} is not read: a configuration is called config.pbtxt"
+    assert text in run(tmp_path).notes
+    (directory / "1" / "model.onnx").unlink()
+    assert run(tmp_path).reason.endswith(f"\n    {text}")
+    (directory / "config.pbtxt").write_text('backend: "onnxruntime"')
+    assert "is not read" not in run(tmp_path).reason
 
 
 def test_a_backend_of_the_model_itself(tmp_path):

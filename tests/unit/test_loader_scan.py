@@ -96,6 +96,16 @@ def test_repositories_that_cannot_be_read(tmp_path):
     assert len(found.errors) == 3
 
 
+def test_repositories_in_a_cloud_are_told_apart_from_directories_that_are_missing(tmp_path, monkeypatch):
+    for url in ("s3://bucket/models", "gs://b", "as://account/container"):
+        assert scan([url]).errors == {
+            url: f"failed to read model repository '{url}': cloud repositories are not supported: copy or mount it"
+        }
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s3:" / "x" / "m").mkdir(parents=True)
+    assert list(scan(["s3://x"]).models) == ["m"]
+
+
 def test_links_are_followed_and_those_that_lead_nowhere_are_named(tmp_path):
     root, outside = tmp_path / "root", tmp_path / "outside"
     (root / ".store" / "m").mkdir(parents=True)

@@ -154,6 +154,14 @@ def _found(version_paths: Sequence[str]) -> str:
     return "; ".join(parts)
 
 
+def instead(directory: str, path: str) -> str:
+    """What is there in place of the model file `path`, and how that one is served, if it is plain which."""
+    suffix = os.path.splitext(path)[1]
+    same = [name for name in os.listdir(directory) if os.path.splitext(name)[1] == suffix and not name.startswith(".")]
+    fix = f'\n    fix: default_model_filename: "{same[0]}"' if len(same) == 1 else ""
+    return f"\n    {_found([directory])}{fix}"
+
+
 def _default_file(backend: str, version_paths: Sequence[str]) -> str:
     for name, owner in MODEL_FILES.items():
         if owner == backend and any(os.path.lexists(os.path.join(path, name)) for path in version_paths):

@@ -23,6 +23,7 @@ from broker.repository.loader.backend import (
     MODEL_FILES,
     NO_BACKEND,
     fill_backend,
+    instead,
     overshadowed,
 )
 from broker.repository.loader.complete import compare, complete
@@ -42,7 +43,7 @@ from broker.repository.loader.validate_ensemble import validate_ensemble
 from broker.repository.loader.where import located
 from broker.repository.loader.zero_copy import Verdict, policy
 from broker.repository.protocol import LoadRequest
-from broker.repository.scan import ModelDirectory, Versions, list_versions, why_no_version
+from broker.repository.scan import ModelDirectory, Versions, list_versions, misnamed, why_no_version
 
 
 class _Version(NamedTuple):
@@ -58,19 +59,22 @@ class _Version(NamedTuple):
 def load(model: ModelDirectory, request: LoadRequest) -> ModelConfig | LoadFailure:
     """Configure one model. Whatever its files contain, the answer is a value."""
     versions: tuple[int, ...] = ()
+    cause = 0
     if model.name in request.overrides:
         model = replace(model, links=False)
     try:
         return _load(model, request)
     except ModelError as error:
-        reason, versions = located_in(error, model, request), error.versions
+        reason, versions, cause = located_in(error, model, request), error.versions, error.cause
     except OSError as error:
         reason = f"{error.filename or model.path}: {error.strerror or error}"
     except MemoryError:
         reason = "the model's files need more memory than the loader can get"
     except Exception as error:  # a parser's own exception on a file that nobody foresaw
         reason = f"its files cannot be understood: {type(error).__name__}: {error}"
-    return LoadFailure(name=model.name, reason=reason, versions=versions)
+    if not os.path.lexists(os.path.join(model.path, "config.pbtxt")):
+        reason = "\n    ".join((reason, *misnamed(model.path)))
+    return LoadFailure(name=model.name, reason=reason, versions=versions, cause=cause)
 
 
 def located_in(error: ModelError, model: ModelDirectory, request: LoadRequest) -> str:
@@ -114,7 +118,7 @@ def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
             raise ModelError(none_served)
         if config.backend == "onnxruntime":
             number, path = next(iter(newest_first.items()))
-            with _about(versions):
+            with _about(versions, number):
                 read.append(read_version(config, model, number, path))
     except ModelError:
         if config.input and config.output:
@@ -122,13 +126,13 @@ def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
             _finish(config, model, request, origins, (), [])
         raise
     if read and not request.strict:
-        with _about(versions):
+        with _about(versions, read[0].number):
             notes += complete(config, read[0].signature, parsed.states_max_batch_size, request.default_max_batch_size)
         completed = config.max_batch_size > 0 and not parsed.states_max_batch_size
         origins.mark(config, MODEL)
     _finish(config, model, request, origins, read, notes)
     if read:
-        with _about(versions):
+        with _about(versions, read[0].number):
             compare(config, read[0].signature, read[0].path)
         _read_older(config, model, list(newest_first.items())[1:], versions, read, notes)
     final = to_model_config(
@@ -146,12 +150,15 @@ def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
 
 
 @contextlib.contextmanager
-def _about(versions: Collection[int]) -> Iterator[None]:
-    """What fails is what the configuration needs to be served, not its text: in Triton that shows when it is loaded."""
+def _about(versions: Collection[int], cause: int = 0) -> Iterator[None]:
+    """What fails is what the configuration needs to be served, not its text: in Triton that shows when it is loaded.
+
+    `cause`: the version that is looked at. As in Triton, none is served then.
+    """
     try:
         yield
     except ModelError as error:
-        error.versions = tuple(versions)
+        error.versions, error.cause = tuple(versions), cause
         raise
 
 
@@ -199,7 +206,7 @@ def _read_older(
             version = read_version(config, model, number, path)
             compare(config, version.signature, version.path)
         except ModelError as error:
-            # Triton's way: one bad version does not take the others down. The newest one decides.
+            # Unlike Triton, where none is served then: what can be served does not depend on it.
             notes.append(f"version {number} is not served: {error}")
             del versions[number]
         else:
@@ -215,7 +222,7 @@ def _read_config(model: ModelDirectory, request: LoadRequest, origins: Origins) 
     elif request.strict:
         raise ModelError(f"{path}: does not exist, and auto-completion is disabled (--disable-auto-complete-config)")
     else:
-        parsed = pbtxt.Parsed(model_config_pb2.ModelConfig(), False, ())
+        parsed = pbtxt.Parsed(model_config_pb2.ModelConfig(), False, misnamed(model.path))
     config = parsed.config
     origins.mark(config, origin)
     if parsed.states_max_batch_size and not config.max_batch_size:
@@ -293,7 +300,7 @@ def read_version(config: model_config_pb2.ModelConfig, model: ModelDirectory, nu
     """What the file of one version says. Raises ModelError."""
     path = os.path.join(directory, config.default_model_filename)
     if not os.path.lexists(path):
-        raise ModelError(f"unable to find '{path}' for model '{config.name}'")
+        raise ModelError(f"unable to find '{path}' for model '{config.name}'{instead(directory, path)}")
     stamp = file_stamp(path)
     graph = read_model(path)
     if file_stamp(path) != stamp:
