@@ -6,9 +6,11 @@ first request. Both are called by `load`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
 from tritonclient.grpc import model_config_pb2
 
@@ -21,6 +23,11 @@ TensorText: TypeAlias = model_config_pb2.ModelInput | model_config_pb2.ModelOutp
 
 
 _COLUMNS = ("config.pbtxt", "model file")
+_EXACTLY = "\n    fix: name exactly those of the model file, or leave 'input' out: it is completed from the file"
+_IN_SEQUENCES = (
+    "\n    fix: name each of them in sequence_batching, as control_input or state, if it is made for the model, or in "
+    "'input' if clients send it"
+)
 _FIELDS = {"batch_input": "target_name", "sequence_batching.state": "input_name"}  # where a made input has its name
 
 
@@ -67,20 +74,34 @@ def made_inputs(config: model_config_pb2.ModelConfig) -> dict[str, str]:
     )
 
 
-def compare(config: model_config_pb2.ModelConfig, signature: Signature, path: str) -> None:
-    """Raise ModelError, with both sides shown, where the configuration contradicts the model file."""
-    _compare_names(config, signature)
-    for kind, texts, tensors in (
+def compare(
+    config: model_config_pb2.ModelConfig, signature: Signature, path: str, written: Collection[str] | None = None
+) -> None:
+    """Raise ModelError, with both sides shown, where the configuration contradicts the model file.
+
+    `written`: the inputs that the text itself has in `input`, before it was completed; None: all.
+    """
+    for comparison in comparisons(config, signature, path, written):
+        comparison()
+
+
+def comparisons(
+    config: model_config_pb2.ModelConfig, signature: Signature, path: str, written: Collection[str] | None = None
+) -> Iterator[Callable[[], None]]:
+    """The parts of `compare`: each raises ModelError, and needs none of the others but for tensors to be there."""
+    texts = [text.name for text in config.input] if written is None else written
+    yield partial(_compare_names, config, signature, texts)
+    for kind, texts_of, tensors in (
         ("input", config.input, signature.inputs),
         ("output", config.output, signature.outputs),
     ):
         by_name = {tensor.name: tensor for tensor in tensors}
-        for text in texts:
-            tensor = by_name[text.name]
-            _compare_type(config, kind, text.data_type, tensor)
-            if tensor.shape is not None and not _is_laid_end_to_end(config, text, tensor):
-                _compare_shape(config, text, tensor, path)
-    _compare_made(config, signature, path)
+        for text in texts_of:
+            if tensor := by_name.get(text.name):
+                yield partial(_compare_type, config, kind, text.data_type, tensor)
+                if tensor.shape is not None and not _is_laid_end_to_end(config, text, tensor):
+                    yield partial(_compare_shape, config, text, tensor, path)
+    yield partial(_compare_made, config, signature, path)
 
 
 def _compare_type(config: model_config_pb2.ModelConfig, kind: str, data_type: int, tensor: FileTensor) -> None:
@@ -111,12 +132,28 @@ def _compare_made(config: model_config_pb2.ModelConfig, signature: Signature, pa
                 raise ModelError(
                     f"unable to load model '{config.name}', unexpected inference {kind} '{name}' of "
                     f"sequence_batching.state, allowed {kind}s are: {', '.join(tensors)}"
-                    + _rename(name, [other for other in tensors if other not in stated], f"{kind}_name")
+                    + _rename(name, _fitting(config, state, tensors, stated), f"{kind}_name", "remove this state")
                 )
             _compare_type(config, f"state {kind}", state.data_type, tensors[name])
             if tensors[name].shape is not None:
                 text = model_config_pb2.ModelInput(name=name, dims=state.dims)
                 _compare_shape(config, text, tensors[name], path)
+
+
+def _fitting(
+    config: model_config_pb2.ModelConfig, state: Any, tensors: Mapping[str, FileTensor], stated: Collection[str]
+) -> list[str]:
+    """The tensors that `state` could be and that no state is: those it would have no other error with."""
+    fitting = []
+    for tensor in tensors.values():
+        text = model_config_pb2.ModelInput(name=tensor.name, dims=state.dims)
+        if tensor.name in stated or model_config_pb2.DataType.Name(state.data_type) != tensor.data_type:
+            continue
+        with contextlib.suppress(ModelError):
+            if tensor.shape is not None:
+                _compare_shape(config, text, tensor, "")
+            fitting.append(tensor.name)
+    return fitting
 
 
 def _is_laid_end_to_end(config: model_config_pb2.ModelConfig, text: TensorText, tensor: FileTensor) -> bool:
@@ -197,7 +234,7 @@ def _require_batchable(config: model_config_pb2.ModelConfig, signature: Signatur
         )
 
 
-def _compare_names(config: model_config_pb2.ModelConfig, signature: Signature) -> None:
+def _compare_names(config: model_config_pb2.ModelConfig, signature: Signature, written: Collection[str]) -> None:
     made = made_inputs(config)
     named = [*(text.name for text in config.input), *made]
     allowed = [tensor.name for tensor in signature.inputs]
@@ -207,7 +244,12 @@ def _compare_names(config: model_config_pb2.ModelConfig, signature: Signature) -
             raise ModelError(
                 f"unable to load model '{config.name}', unexpected inference input '{name}' of {what}, allowed inputs "
                 f"are: {', '.join(allowed)}"
-                + _rename(name, [other for other in allowed if other not in made], _FIELDS.get(what, "name"))
+                + _rename(
+                    name,
+                    _free(config, signature, name, written),
+                    _FIELDS.get(what, "name"),
+                    _remove(config, what, name),
+                )
             )
     # Outputs that nobody asks for are not computed; an input that nobody sends cannot be left out.
     if len(named) != len(allowed):
@@ -219,7 +261,7 @@ def _compare_names(config: model_config_pb2.ModelConfig, signature: Signature) -
             f"unable to load model '{config.name}', configuration expects {len(named)} inputs, model provides "
             f"{len(allowed)}"
             + "".join(f"\n    {what}: {', '.join(sorted(names))}" for what, names in lines if names)
-            + "\n    fix: name exactly those of the model file, or leave 'input' out: it is completed from the file"
+            + (_IN_SEQUENCES if config.HasField("sequence_batching") and lines[0][1] else _EXACTLY)
         )
     for kind, names, known in (
         ("input", named, allowed),
@@ -233,10 +275,39 @@ def _compare_names(config: model_config_pb2.ModelConfig, signature: Signature) -
                 )
 
 
-def _rename(name: str, unused: list[str], field: str = "name") -> str:
+def _free(config: model_config_pb2.ModelConfig, signature: Signature, name: str, written: Collection[str]) -> list[str]:
+    """The inputs of the model file that the helper input `name` could be: nothing else in the text is called so, they
+    have its type, and clients still have an input to send.
+    """
+    made = made_inputs(config)
+    free = [tensor for tensor in signature.inputs if tensor.name not in made and tensor.name not in written]
+    if not written and len(free) == 1:
+        return []
+    batching = config.sequence_batching
+    states = [state for state in batching.state if state.input_name == name]
+    if states:
+        return _fitting(config, states[0], {tensor.name: tensor for tensor in free}, ())
+    types = {item.data_type for item in config.batch_input if name in item.target_name}
+    for control in (each for text in batching.control_input if text.name == name for each in text.control):
+        flags = {value for field, value in FLAGS.items() if getattr(control, field)}
+        types |= flags or {control.data_type}
+    names = {model_config_pb2.DataType.Name(data_type) for data_type in types}
+    return [tensor.name for tensor in free if tensor.data_type in names]
+
+
+def _remove(config: model_config_pb2.ModelConfig, what: str, name: str) -> str:
+    several = any(name in item.target_name and len(item.target_name) > 1 for item in config.batch_input)
+    return f"remove this {'target_name' if several else what.rpartition('.')[2]}"
+
+
+def _rename(name: str, unused: list[str], field: str = "name", remove: str = "") -> str:
+    """The edit that gives `name` one of the names that are `unused`, or else takes it out (`remove`)."""
     near = get_close_matches(name.lower(), [other.lower() for other in unused], n=1, cutoff=0.5)
     meant = [other for other in unused if [other.lower()] == near] or (unused if len(unused) == 1 else [])
-    return f'\n    fix: {field}: "{meant[0]}"' if meant else ""
+    if meant:
+        return f'\n    fix: {field}: "{meant[0]}"'
+    others = f", or {field}: one of {', '.join(unused[:8])}" if unused else ""
+    return f"\n    fix: {remove}{others}" if remove else ""
 
 
 def _compare_shape(config: model_config_pb2.ModelConfig, text: TensorText, tensor: FileTensor, path: str) -> None:
