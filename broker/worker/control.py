@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import final
 
-from broker.worker import last_words, link, link_log, messages
+from broker.worker import last_words, link, messages
 from broker.worker.cache import ResponseCache
 from broker.worker.ensembles.remote.elsewhere import Elsewhere
 from broker.worker.link import Link
@@ -80,7 +80,6 @@ class Control:
 
     def run(self) -> None:
         """Serve the link until the broker says drain, or is gone."""
-        link_log.set_up(self._link.send)
         self._need_threads(1)
         self._link.send(messages.Ready(pid=os.getpid()))
         poll = select.poll()

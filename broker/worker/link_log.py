@@ -1,6 +1,6 @@
 """The log of a worker: to the broker, which writes it where and as its own settings say.
 
-Set up by `broker.worker.control`; modules of the worker use `logging` as usual.
+Set up by `broker.worker.process`; modules of the worker use `logging` as usual, and so may models and their libraries.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Final, final
 from broker.worker.messages import LinkMessage, Logged, sendable
 
 PER_SECOND: Final = 20  # messages: what clients bring about must not keep the broker busy
+_OURS: Final = ("broker.", "shm.", "clientlib.")
 
 
 @final
@@ -40,6 +41,27 @@ class LinkLog(logging.Handler):
         self._send(Logged(level=record.levelno, text=text))
 
 
-def set_up(send: Callable[[LinkMessage], None]) -> None:
-    """From now on the log of this process goes to the broker."""
-    logging.basicConfig(handlers=[LinkLog(send)], format="%(message)s", force=True)
+@final
+class Attributed(logging.Formatter):
+    """What the worker's own modules say names the model or channel that it is about; of others it is said who they are.
+
+    `worker`: its key.
+    """
+
+    def __init__(self, worker: str) -> None:
+        super().__init__("%(message)s")
+        self._worker = worker
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The text of one message."""
+        text = super().format(record)
+        if record.name.startswith(_OURS):
+            return text
+        return f"worker '{self._worker}', logger '{record.name}': {text}"
+
+
+def set_up(send: Callable[[LinkMessage], None], worker: str) -> None:
+    """From now on the log of this process, which is a worker of this key, goes to the broker."""
+    handler = LinkLog(send)
+    handler.setFormatter(Attributed(worker))
+    logging.basicConfig(handlers=[handler], force=True)

@@ -7,7 +7,7 @@ import select
 import socket
 from typing import NoReturn
 
-from broker.worker import last_words
+from broker.worker import last_words, link_log
 from broker.worker.control import Control
 from broker.worker.link import Link
 from broker.worker.messages import Start
@@ -28,6 +28,7 @@ def main(sock: socket.socket) -> NoReturn:
     start, fds = received
     if not isinstance(start, Start) or len(fds) != 1:
         os._exit(2)
+    link_log.set_up(link.send, start.worker)
     try:
         Control(link, StatisticsPage(fds[0]), start).run()
     except OSError as error:

@@ -12,7 +12,7 @@ import pytest
 
 from broker.worker import messages
 from broker.worker.link import Link, refusal
-from broker.worker.link_log import LinkLog
+from broker.worker.link_log import Attributed, LinkLog
 from shm import sockets
 from shm.errors import Code, InferError
 
@@ -68,3 +68,12 @@ def test_whatever_a_model_raises_and_logs_reaches_the_broker(broker, text):
         datagram = sockets.receive(ours)
         assert datagram is not None
         messages.decode_to_broker(datagram[0])
+
+
+def test_whose_message_it_is_shows_in_the_log():
+    def told(logger: str) -> str:
+        return Attributed("cpu/left").format(logging.LogRecord(logger, logging.ERROR, "", 0, "of %s", ("m",), None))
+
+    assert told("broker.worker.tracebacks") == "of m"
+    assert told("brokers") == "worker 'cpu/left', logger 'brokers': of m"
+    assert told("root") == "worker 'cpu/left', logger 'root': of m"
