@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, TypeVar, final
 
 from clientlib.arguments import LoadConfig, LoadFiles, load_arguments, model_text, text, version_text, whole
-from clientlib.async_claims import turn
+from clientlib.async_claims import check_loop, turn
 from clientlib.async_lane import AsyncLane, LoopLanes
 from clientlib.async_plans import AsyncPlan
 from clientlib.async_reach import AsyncReach
@@ -62,17 +62,17 @@ class AsyncClient(StaysHere):
             return AsyncRegion(*args, **kwargs).bind(owner)
 
         self.native: Native[AsyncLane] = Native(directory, slots, 0.0, make_region)
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._automatic: Automatic[AsyncPlan] = Automatic()
         self._preparing: dict[object, asyncio.Lock] = {}
-        self._reach = AsyncReach(self.native, self._loop)
+        self._reach = AsyncReach(self.native, self.loop)
         self._opening = asyncio.Lock()
         self._binding: set[asyncio.Task[None]] = set()
         self.lost = asyncio.Event()  # of adopted clients: the session has ended, and with it the client
 
     async def start(self, timeout: float) -> None:
         """Connect for the first time. Called by `connect_async`."""
-        await self._reach.connect(self._loop.time() + timeout, wait=False)
+        await self._reach.connect(self.loop.time() + timeout, wait=False)
 
     @classmethod
     async def adopt(
@@ -91,9 +91,9 @@ class AsyncClient(StaysHere):
         """
         client = cls("the other end of its socket", whole(slots, "slots", 1, MAX_SLOTS))
         sock.setblocking(False)
-        session = AsyncSession(sock, client.native.directory, client._loop, on_notice, client._ended)
+        session = AsyncSession(sock, client.native.directory, client.loop, on_notice, client._ended)
         try:
-            welcome = await session.drive(client.native.greet(), client._loop.time() + timeout)
+            welcome = await session.drive(client.native.greet(), client.loop.time() + timeout)
         except BaseException:
             session.close()
             raise
@@ -265,7 +265,12 @@ class AsyncClient(StaysHere):
     # --- life ------------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """End the session. Arrays, results included, stay valid. May be called again."""
+        """End the session. Arrays, results included, stay valid. May be called again.
+
+        Raises InferError on another loop while the client's own runs. When that has ended, any loop will do.
+        """
+        if self.loop.is_running():
+            check_loop(self.loop)
         self._automatic.clear()
         self.native.close()
 
@@ -308,7 +313,7 @@ class AsyncClient(StaysHere):
         if prepared is not None and prepared.link is link and link.lanes.mine(prepared.worker) is not None:
             return await self._reach.run_until(ends, lambda link: self.native.bind(link, plan))
         # Hundreds of plans may be used for the first time at once: one opens the channel, for all.
-        async with turn(self._opening, ends - self._loop.time(), "opens a channel"):
+        async with turn(self._opening, ends - self.loop.time(), "opens a channel"):
             return await self._reach.run_until(ends, lambda link: self.native.bind(link, plan))
 
     async def bind_at(self, spread: Spread[AsyncLane], worker: str, deadline_ns: int) -> Bound[AsyncLane] | None:
@@ -323,7 +328,7 @@ class AsyncClient(StaysHere):
             with contextlib.suppress(InferError):
                 await self._reach.run(lambda link: self.native.binder.bind_missing(link, spread))
 
-        task = self._loop.create_task(bind())
+        task = self.loop.create_task(bind())
         self._binding.add(task)
         task.add_done_callback(self._binding.discard)
 
@@ -348,7 +353,7 @@ class AsyncClient(StaysHere):
         if link is self.native.link:
             assert isinstance(link.session, AsyncSession)
             with contextlib.suppress(ConnectionLost):
-                await link.session.drive(self.native.release(link, prepared), self._loop.time() + CALL_S)
+                await link.session.drive(self.native.release(link, prepared), self.loop.time() + CALL_S)
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
@@ -363,11 +368,12 @@ class AsyncClient(StaysHere):
     async def _plan(self, asked: Request, deadline_ns: int) -> AsyncPlan:
         plan = self._automatic.find(asked.key)
         if plan is None:
+            check_loop(self.loop)
             # Hundreds of requests of a new kind may come at once: one prepares, the others wait for its plan.
             lock = self._preparing.setdefault(asked.key, asyncio.Lock())
             ends = self._reach.ends(deadline_ns, CALL_S)
             try:
-                async with turn(lock, ends - self._loop.time(), "prepares the same request"):
+                async with turn(lock, ends - self.loop.time(), "prepares the same request"):
                     plan = self._automatic.find(asked.key)
                     if plan is None:
                         fresh = plan = AsyncPlan(self, asked.recipe(BUDGET))

@@ -46,12 +46,12 @@ class AsyncLane:
         "_busy",
         "_held",
         "_left",
-        "_loop",
         "_queue",
         "_rest",
         "_unrung",
         "channel",
         "error",
+        "loop",
         "number",
         "worker",
     )
@@ -62,14 +62,14 @@ class AsyncLane:
         self.number = 0
         self.error: InferError | None = None
         self._left = left
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._busy = False
-        self._active = self._loop.time()  # when something last happened
+        self._active = self.loop.time()  # when something last happened
         self._rest: asyncio.TimerHandle | None = None
         self._unrung = False  # something was completed, and nobody has rung since
         self._queue: deque[Sends] = deque()
         self._held: set[Sends] = set()  # streams of which enough has come: what waits for them alone may wait
-        self._loop.add_reader(channel.pipe_fd, self._rung)
+        self.loop.add_reader(channel.pipe_fd, self._rung)
 
     def submit(self, pending: Sends) -> None:
         """Send the request, or queue it behind those that came before."""
@@ -102,14 +102,14 @@ class AsyncLane:
 
     def touch(self) -> None:
         """Somebody is about to use it, if it is at rest."""
-        self._active = self._loop.time()
+        self._active = self.loop.time()
 
     @property
     def unused_s(self) -> float:
         """For how long nobody has used it; 0 while somebody does."""
         if self.error is not None or self._queue or self.channel.outstanding:
             return 0.0
-        return self._loop.time() - self._active
+        return self.loop.time() - self._active
 
     def give_back(self) -> None:
         """Others need a channel. Whoever has waited for something else since they were given this one is told."""
@@ -126,12 +126,12 @@ class AsyncLane:
 
     def _wake(self) -> None:
         self._busy = True
-        self._active = self._loop.time()
+        self._active = self.loop.time()
         if self._rest is not None:
             self._rest.cancel()
             self._rest = None
         self.channel.stir()
-        self._loop.call_soon(self._poll)
+        self.loop.call_soon(self._poll)
 
     def _poll(self) -> None:
         """One look per turn of the loop; between them others run and submit more."""
@@ -139,21 +139,21 @@ class AsyncLane:
         if self.error is not None:
             return
         if channel.reap():
-            self._active = self._loop.time()
+            self._active = self.loop.time()
         self._send_queued()  # also when nothing was reaped: who looks for free memory reaps too
         if not channel.outstanding:
             self._busy = False
         elif self._held and channel.outstanding == len(self._held):
             self._busy = False
-            self._rest = self._loop.call_later(PAUSE_S, self._paused)
-        elif self._loop.time() - self._active < BUSY_S:
-            self._loop.call_soon(self._poll)
+            self._rest = self.loop.call_later(PAUSE_S, self._paused)
+        elif self.loop.time() - self._active < BUSY_S:
+            self.loop.call_soon(self._poll)
         elif channel.rest():
             channel.stir()
-            self._loop.call_soon(self._poll)
+            self.loop.call_soon(self._poll)
         else:
             self._busy = False
-            self._rest = self._loop.call_later(REST_S, self._rested)
+            self._rest = self.loop.call_later(REST_S, self._rested)
 
     def _send_queued(self) -> None:
         while self._queue and self._queue[0].send():
@@ -180,7 +180,7 @@ class AsyncLane:
         if not self._busy:
             if self.channel.rest():
                 self._unrung = True
-                self._loop.call_later(LATE_S, self._count_lost)
+                self.loop.call_later(LATE_S, self._count_lost)
             self._wake()
 
     def _count_lost(self) -> None:
@@ -191,7 +191,7 @@ class AsyncLane:
         if self.error is not None:
             return
         self.error = error
-        self._loop.remove_reader(self.channel.pipe_fd)
+        self.loop.remove_reader(self.channel.pipe_fd)
         if self._rest is not None:
             self._rest.cancel()
         self.channel.close()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from clientlib.arena import Lease
 from clientlib.arguments import seconds
+from clientlib.async_claims import check_loop
 from clientlib.async_lane import AsyncLane
 from clientlib.failures import NotServed
 from clientlib.layout import Layout
@@ -95,7 +96,7 @@ class AsyncPending(StaysHere):
         self._expired = False
         self._left = False  # by the one coroutine that knew of it
         self._result: InferResult | None = None
-        self._future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._future: asyncio.Future[None] = bound.lane.loop.create_future()
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -165,6 +166,7 @@ class AsyncPending(StaysHere):
     async def result(self, timeout: float | None = None) -> InferResult:
         """Await the end. Raises TimeoutError after `timeout` seconds (the request goes on), InferError if it failed."""
         if self.entry is None and not self._expired:
+            check_loop(self._future.get_loop())
             patience_s = None if timeout is None else seconds(timeout, now=True)
             waiting = asyncio.shield(self._future)  # whoever else awaits it must not be cancelled with us
             try:

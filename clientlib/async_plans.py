@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Any, final
 import numpy.typing as npt
 
 from clientlib import cuda_order
-from clientlib.async_claims import take_place, turn
+from clientlib.async_claims import check_loop, claim, elsewhere, take_place, turn
 from clientlib.async_lane import AsyncLane
 from clientlib.async_pending import AsyncPending
 from clientlib.async_streams import AsyncInflow, AsyncSingle, AsyncSource, AsyncStream
-from clientlib.failures import NotServed, RangeInUse, RoomNeeded
+from clientlib.failures import NotServed, RoomNeeded
 from clientlib.growing import RETRIED, infer_again_async
 from clientlib.link import Bound, Prepared, outside
 from clientlib.ordered import AsyncOrderedPlan, in_order_async
-from clientlib.overlap import Live, in_use
 from clientlib.plans import Plan, no_output_slot, was_released
 from clientlib.process import StaysHere
 from clientlib.recipe import Recipe
@@ -31,7 +30,7 @@ from clientlib.results import InferResult
 from clientlib.spread import Spread
 from clientlib.streams import only_streams
 from clientlib.submission import NOT_CARRIED, AnyOptions, check_all, check_options, deadline_ns_of, remaining_s
-from shm.errors import Code, InferError
+from shm.errors import InferError
 from shm.layout import SEQUENCE_AGAIN
 
 if TYPE_CHECKING:
@@ -182,6 +181,7 @@ class AsyncPlan(StaysHere):
 
     async def release(self) -> None:
         """Let go, at the broker too, of what the plan holds. As `Plan.release`."""
+        check_loop(self._client.loop)
         self._released = True
         self.unbind()
         prepared = self.prepared
@@ -262,6 +262,7 @@ class AsyncPlan(StaysHere):
     ) -> AsyncSource:
         """Send the request of a stream. `values`: as for `infer_arrays`. `ran`: as for `Plan`."""
         bound = self._bound or self._streaming or await self._bind_any(deadline_ns, options)
+        check_loop(self._client.loop)
         if not bound.layout.responses:
             return AsyncSingle(await self._start(deadline_ns, input_slot, None, options, values, ran))
         if self.gpus:
@@ -274,7 +275,7 @@ class AsyncPlan(StaysHere):
         bank = bound.layout.bank
         lease = None if bank is None else bank.take() or await take_place(bank, deadline_ns)
         inflow = AsyncInflow(self, bound, input_slot, options, deadline_ns, lease, values)
-        self._claim(bound, inflow)
+        claim(bound, inflow)
         try:
             inflow.submit()
         except BaseException:
@@ -311,6 +312,7 @@ class AsyncPlan(StaysHere):
         )
 
     async def _bind_any(self, deadline_ns: int, options: AnyOptions) -> Bound[AsyncLane]:
+        check_loop(self._client.loop)
         bound: Bound[AsyncLane] | None = None
         while bound is None:
             spread = self._spread
@@ -355,6 +357,8 @@ class AsyncPlan(StaysHere):
         ran: bool = False,
     ) -> AsyncPending:
         bound, event = (self._bound, 0) if self._bound is not None else await self._bind(deadline_ns, options)
+        if asyncio.get_running_loop() is not bound.lane.loop:
+            raise elsewhere()
         flags = check_options(*options) if any(options) else 0
         if ran and options[2]:
             flags |= SEQUENCE_AGAIN
@@ -377,7 +381,7 @@ class AsyncPlan(StaysHere):
         )
         if lease is not None and values:
             pending.copied = bound.layout.write(lease.place, values)
-        self._claim(bound, pending)
+        claim(bound, pending)
         try:
             bound.lane.submit(pending)
         except BaseException:
@@ -388,16 +392,3 @@ class AsyncPlan(StaysHere):
         if deadline_ns:
             pending.expire_at(deadline_ns)
         return pending
-
-    def _claim(self, bound: Bound[AsyncLane], pending: Live) -> None:
-        """Mark the output position. Raises InferError when memory is in use."""
-        for _ in range(2):
-            if bound.ranges.rivals is not None:
-                overlap, holder = bound.ranges.claim(pending)
-            else:
-                holder = bound.live.setdefault(pending.output_slot, pending)
-                overlap = "" if holder is pending else in_use(bound.ranges, pending)
-            if not overlap:
-                return
-            bound.channel.reap()  # the other request may have ended since the last look
-        raise (InferError if holder is None else RangeInUse)(Code.INVALID_ARG, overlap)

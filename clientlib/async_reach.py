@@ -13,7 +13,7 @@ from typing import TypeVar, final
 
 from clientlib.address import Absent, dial
 from clientlib.arguments import seconds
-from clientlib.async_claims import turn
+from clientlib.async_claims import check_loop, turn
 from clientlib.async_lane import AsyncLane, LoopLanes
 from clientlib.async_session import AsyncSession
 from clientlib.client import CALL_S, RECONNECT_S, RETRY_S
@@ -61,8 +61,7 @@ class AsyncReach:
     def check(self) -> None:
         """Raises InferError where the client does not work: closed, another process, another loop."""
         self._native.check()
-        if asyncio.get_running_loop() is not self._loop:
-            raise InferError(Code.INVALID_ARG, "this client lives on another event loop: connect_async() on this one")
+        check_loop(self._loop)
 
     async def connect(self, deadline: float, *, wait: bool) -> Link[AsyncLane]:
         """The session, made anew unless another task was faster. `wait`: for a broker that was there before."""

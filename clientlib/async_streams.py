@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 import numpy.typing as npt
 
 from clientlib.arena import Lease
+from clientlib.async_claims import check_loop
 from clientlib.async_lane import AsyncLane
 from clientlib.growing import Tries
 from clientlib.link import Bound, outside
@@ -69,7 +70,7 @@ class AsyncStream(StaysHere):
     cancels the request.
     """
 
-    __slots__ = ("__weakref__", "_again", "_begin", "_beginning", "_closed", "_source")
+    __slots__ = ("__weakref__", "_again", "_begin", "_beginning", "_closed", "_loop", "_source")
     elsewhere = Stream.elsewhere
 
     def __init__(self, begin: Begin, again: AsyncAgain | None = None) -> None:
@@ -78,6 +79,7 @@ class AsyncStream(StaysHere):
         self._again = again
         self._beginning = asyncio.Lock()
         self._source: AsyncSource | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # where it is read
         self._closed = False
 
     def __await__(self) -> Generator[Any, None, AsyncStream]:
@@ -162,9 +164,11 @@ class AsyncStream(StaysHere):
                     except BaseException:
                         self._closed = True
                         raise
-                    self._source = source
+                    self._source, self._loop = source, asyncio.get_running_loop()
                     if self._closed:
                         source.close()
+        if self._loop is not None:
+            check_loop(self._loop)
         return None if self._closed else self._source
 
 

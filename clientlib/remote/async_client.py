@@ -20,6 +20,7 @@ import numpy.typing as npt
 from clientlib import process
 from clientlib.address import Address
 from clientlib.arguments import LoadConfig, LoadFiles, load_arguments, model_text, seconds, version_text, whole
+from clientlib.async_claims import check_loop
 from clientlib.async_streams import AsyncSource, AsyncStream
 from clientlib.automatic import Inputs, Request
 from clientlib.callable_model import AsyncModel
@@ -244,8 +245,7 @@ class AsyncRemoteClient(StaysHere):
     def check(self) -> None:
         """Raises InferError when the client was closed, or belongs to another process or loop."""
         self.remote.check()
-        if asyncio.get_running_loop() is not self._loop:
-            raise InferError(Code.INVALID_ARG, "this client lives on another event loop: connect_async() on this one")
+        check_loop(self._loop)
 
     # --- inside ----------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
 from clientlib.arguments import seconds
+from clientlib.async_claims import check_loop
 from clientlib.async_pending import AsyncPending
 from clientlib.async_plans import AsyncPlan
 from clientlib.async_streams import AsyncStream
@@ -168,6 +169,7 @@ class AsyncRemotePending(StaysHere):
         """Await the end. Raises TimeoutError after `timeout` seconds (the request goes on), InferError if it failed."""
         self._remote.check_process()
         if not self._future.done():
+            check_loop(self._future.get_loop())
             patience_s = None if timeout is None else seconds(timeout, now=True)
             waiting = asyncio.shield(self._future)  # whoever else awaits it must not be cancelled with us
             try:

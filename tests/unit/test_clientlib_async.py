@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import threading
 
@@ -277,15 +278,55 @@ def test_a_client_lives_on_its_loop(small_broker: SmallBroker):
     async def make():
         return await clientlib.connect_async(f"ipc://{small_broker.directory}")
 
-    async def use(client):
-        with pytest.raises(InferError, match="another event loop"):
-            await client.models()
+    arrays = {"x": np.ones((1, 8), np.float32)}
+
+    async def begin(client):
+        region, plan = await doubling(client)
+        for _ in range(2):
+            await plan.infer()
+            await client.infer("double", arrays)
+        stream = await client.stream("double", arrays)
+        small_broker.hold = True
+        return region, plan, stream, await plan.submit()
+
+    async def use(client, region, plan, stream, pending):
+        for call in (
+            client.models,
+            client.close,
+            region.share,
+            plan.infer,
+            plan.submit,
+            plan.release,
+            pending.result,
+            functools.partial(client.infer, "double", arrays),
+            functools.partial(client.infer, "double", {"x": np.ones((1, 9), np.float32)}),
+            client.stream("double", arrays).__anext__,
+            plan.stream().__anext__,
+            stream.__anext__,
+        ):
+            with pytest.raises(InferError, match=r"lives on another event loop: connect_async\(\) on this one"):
+                async with asyncio.timeout(30):
+                    await call()
+
+    def elsewhere(*used):
+        asyncio.run(use(*used))
+
+    async def both(client):
+        used = client, *await begin(client)
+        await asyncio.to_thread(elsewhere, *used)
+        small_broker.release()
+        assert (await used[-1])["y"].shape == (1, 4)
+        return used
 
     with asyncio.Runner() as first:
         client = first.run(make())
-        with asyncio.Runner() as second:
-            second.run(use(client))
-        first.run(client.close())
+        used = first.run(both(client))
+    with asyncio.Runner() as second:
+        with pytest.raises(InferError, match="lives on another event loop"):
+            second.run(used[2].infer())
+        second.run(client.close())  # which nothing else can do any more
+        with pytest.raises(InferError, match="closed"):
+            second.run(client.models())
 
 
 def test_no_helper_threads(loop_client):
