@@ -207,13 +207,12 @@ class ClientChannel:
             slot = self._free.pop()
         except IndexError:
             return 0
-        at = self._submissions + 64 * slot
         tail = self._tail
         position = tail + 1
         try:
             SUBMISSION.pack_into(
                 self._memory,
-                at,
+                self._submissions + 64 * slot,
                 position,
                 plan_word,
                 request_id,
@@ -231,7 +230,7 @@ class ClientChannel:
             with self._lock:  # no call in it: see `_lock`
                 if tail != self._tail:  # another thread was faster
                     tail = self._tail
-                    words[at >> 3] = position = tail + 1
+                    words[self._submissions // 8 + 8 * slot] = position = tail + 1
                 self._pending[slot] = pending
                 self._positions[slot] = position
                 words[RING + (tail & self._ring_mask)] = slot
