@@ -266,6 +266,21 @@ def test_external_data_that_leads_elsewhere(tmp_path, version, location, part, w
 @pytest.mark.parametrize("location", ["w.bin", "sub/w.bin", "./w.bin"])
 def test_external_data_beside_the_model(tmp_path, version, location):
     assert config_of(tmp_path, with_external(location)).max_batch_size == 4
+    version.rename(tmp_path / "stored")  # "beside" is seen from where the link leads
+    version.symlink_to("../stored")
+    assert isinstance(run(tmp_path), ModelConfig)
+
+
+def test_external_data_beside_a_model_file_that_is_a_link_must_be_where_the_link_is(tmp_path, version):
+    """The runtime looks there first, and refuses what lies only beside the file itself."""
+    config_of(tmp_path, with_external("w.bin"))
+    (tmp_path / "stored").mkdir()
+    for name in ("model.onnx", "w.bin"):
+        (version / name).rename(tmp_path / "stored" / name)
+    (version / "model.onnx").symlink_to(tmp_path / "stored" / "model.onnx")
+    assert "cannot be found" in run(tmp_path).reason
+    (version / "w.bin").symlink_to(tmp_path / "stored" / "w.bin")
+    assert "fix: copy the file, or make the version directory the link" in run(tmp_path).reason
 
 
 @pytest.mark.parametrize(
