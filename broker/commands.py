@@ -200,8 +200,7 @@ def check_repositories(repositories: Sequence[str], *, strict: bool, config_name
     notes: list[str] = []
     for result in map(_with_members(results, config_name), results):
         if isinstance(result, LoadFailure):
-            reasons = result.by_version() or {"-": result.reason}
-            rows += [(result.name, str(version), f"UNAVAILABLE: {reason}") for version, reason in reasons.items()]
+            rows += _failed(result)
         else:
             served = [(result.name, str(version), "OK") for version in result.versions]
             rows += served or [(result.name, "-", "Not loaded: No model version was found")]
@@ -210,6 +209,13 @@ def check_repositories(repositories: Sequence[str], *, strict: bool, config_name
     for note in (*notes, *filter(None, map(misplaced, repositories))):
         print(printable(note))
     return 0 if rows and all(status == "OK" for _, _, status in rows) else 1
+
+
+def _failed(failure: LoadFailure) -> list[tuple[str, str, str]]:
+    """Rows of the table; what else is wrong is in the last one."""
+    reasons = {str(version): reason for version, reason in failure.by_version().items()} or {"-": failure.reason}
+    *rows, (name, version, last) = [(failure.name, key, f"UNAVAILABLE: {reason}") for key, reason in reasons.items()]
+    return [*rows, (name, version, "\nalso: ".join((last, *failure.further)))]
 
 
 def with_gpus(request: LoadRequest) -> LoadRequest:

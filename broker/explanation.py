@@ -42,7 +42,7 @@ def explain(repositories: Sequence[str], model: str, *, as_json: bool = False, c
             if result.name == model
         )
         if isinstance(result, LoadFailure):
-            raise InferError(Code.INVALID_ARG, result.reason)
+            raise InferError(Code.INVALID_ARG, "\nalso: ".join((result.reason, *result.further)))
         others = _Members() if result.ensemble is None else _members_of(result, repositories, known, config_name)
     except InferError as error:
         print(printable(error.message), file=sys.stderr)

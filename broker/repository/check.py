@@ -38,7 +38,7 @@ def check(
     silence_s: float = SILENCE_S,
 ) -> list[ModelConfig | LoadFailure]:
     """The outcome per model (`models` empty: all), in name order; `strict` to `explain` as in `LoadRequest`.
-    `on`: puts the GPUs of this machine into the request.
+    `on`: puts the GPUs of this machine into the request. Failures have all their reasons.
     An unreadable repository fails under its own path.
 
     A loader (`command`) that dies, or says nothing for `silence_s`, costs the model it was reading; the rest goes to
@@ -46,7 +46,12 @@ def check(
     """
     check_requirements()
     request = LoadRequest(
-        repositories=tuple(repositories), models=tuple(models), strict=strict, config_name=config_name, explain=explain
+        repositories=tuple(repositories),
+        models=tuple(models),
+        strict=strict,
+        config_name=config_name,
+        explain=explain,
+        every=True,
     )
     request = request if on is None else on(request)
     results: dict[str, ModelConfig | LoadFailure] = {}

@@ -278,12 +278,14 @@ class LoadFailure(msgspec.Struct, frozen=True, kw_only=True):
 
     `versions`: those that it is about, if the configuration itself is not to blame but what it needs to be served.
     `cause`: the one of them that has failed, if the others only go with it; else 0.
+    `further`: what else is wrong, if that was asked for (`LoadRequest.every`).
     """
 
     name: str
     reason: str
     versions: tuple[int, ...] = ()
     cause: int = 0
+    further: tuple[str, ...] = ()
 
     def by_version(self) -> dict[int, str]:
         """Why each version is not served."""

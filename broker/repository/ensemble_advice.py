@@ -50,9 +50,18 @@ def advice(
         before = found[at - 1] if at else None
         if before is not None and before.text == problem.text:  # one text of Triton's is about several steps
             said[-1] += f"{INDENT}{_place(problem, source)}{_fix(problem, config, configs, models)}"
-        elif problem.field != "max_batch_size" or all(each.field != problem.field for each in found[:at]):
+        elif not _follows(problem, found[:at]):
             said.append(f"{problem.text}{INDENT}{_place(problem, source)}{_fix(problem, config, configs, models)}")
-    return "\n".join(said)
+    return "\nalso: ".join(said)
+
+
+def _follows(problem: Problem, before: Sequence[Problem]) -> bool:
+    """Does it end with the edit for one of those before it?"""
+    if problem.field == "max_batch_size":
+        return any(each.field == problem.field for each in before)
+    # An input of the member that is not mapped, in a step that maps one that the member does not have.
+    wrong_keys = (each for each in before if each.field == "input_map" and each.sides is None)
+    return problem.field == "model_name" and any(each.step == problem.step for each in wrong_keys)
 
 
 def _source(directory: str, config_name: str) -> _Source:

@@ -33,6 +33,7 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     `overrides`: model → its configuration, in place of its config.pbtxt: Triton's JSON form, or protobuf text.
     `config_name` (`--model-config-name`): take `<model>/configs/<config_name>.pbtxt` where there is one.
     `explain`: also say where every value comes from (`ModelConfig.origins`, `ModelConfig.explanation`).
+    `every`: of a model that fails, say all that is wrong (`LoadFailure.further`).
     """
 
     repositories: tuple[str, ...]
@@ -45,6 +46,7 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     overrides: dict[str, str] = {}
     config_name: str = ""
     explain: bool = False
+    every: bool = False
 
 
 class LoaderMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):

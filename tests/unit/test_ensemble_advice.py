@@ -80,7 +80,7 @@ def test_both_sides_and_the_map_between_them(repository, capsys):
         "data_type TYPE_FP32 - TYPE_FP32",
         "dims [ 1, 2 ] - [ -1 ]",
     ]
-    assert lines[7].startswith("in ensemble e, ensemble tensor OUT: inconsistent shape")  # all at once
+    assert lines[7].startswith("also: in ensemble e, ensemble tensor OUT: inconsistent shape")  # all at once
 
 
 def test_a_good_ensemble_has_no_advice(repository, capsys):

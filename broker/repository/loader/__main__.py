@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import BinaryIO
 
+from msgspec.structs import replace
+
 from broker.repository.config import LoadFailure
 from broker.repository.protocol import (
     MAX_REQUEST,
@@ -41,6 +43,10 @@ def _answer(request: LoadRequest, out: BinaryIO) -> None:
         out.write(frame(Begun(name=name)))
         result = _refusal(name, found, request.repositories) or load(found.models[name], request)
         if isinstance(result, LoadFailure):
+            if request.every and name in found.models:
+                from broker.repository.loader.further import further
+
+                result = replace(result, further=further(found.models[name], request, result))
             out.write(frame(Failed(failure=result)))
         else:
             out.write(frame(Loaded(config=result)))

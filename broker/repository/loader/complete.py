@@ -101,7 +101,8 @@ def comparisons(
                 yield partial(_compare_type, config, kind, text.data_type, tensor)
                 if tensor.shape is not None and not _is_laid_end_to_end(config, text, tensor):
                     yield partial(_compare_shape, config, text, tensor, path)
-    yield partial(_compare_made, config, signature, path)
+    if made_inputs(config).keys() <= {tensor.name for tensor in signature.inputs}:
+        yield partial(_compare_made, config, signature, path)
 
 
 def _compare_type(config: model_config_pb2.ModelConfig, kind: str, data_type: int, tensor: FileTensor) -> None:

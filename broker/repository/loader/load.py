@@ -46,7 +46,7 @@ from broker.repository.protocol import LoadRequest
 from broker.repository.scan import ModelDirectory, Versions, list_versions, misnamed, why_no_version
 
 
-class _Version(NamedTuple):
+class ReadVersion(NamedTuple):
     """What the model file of one version says."""
 
     number: int
@@ -110,8 +110,9 @@ def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
     with _about(versions):
         check_code(model)
     notes += check_parameters(config)
+    written = frozenset(text.name for text in config.input)
     origins.mark(config, MODEL)
-    read: list[_Version] = []
+    read: list[ReadVersion] = []
     completed = False
     try:
         if none_served:
@@ -133,7 +134,7 @@ def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
     _finish(config, model, request, origins, read, notes)
     if read:
         with _about(versions, read[0].number):
-            compare(config, read[0].signature, read[0].path)
+            compare(config, read[0].signature, read[0].path, written)
         _read_older(config, model, list(newest_first.items())[1:], versions, read, notes)
     final = to_model_config(
         config,
@@ -167,7 +168,7 @@ def _finish(
     model: ModelDirectory,
     request: LoadRequest,
     origins: Origins,
-    read: Sequence[_Version],
+    read: Sequence[ReadVersion],
     notes: list[str],
 ) -> None:
     """Defaults and rules, once the model file has said what it can."""
@@ -197,7 +198,7 @@ def _read_older(
     model: ModelDirectory,
     older: Sequence[tuple[int, str]],
     versions: dict[int, str],
-    read: list[_Version],
+    read: list[ReadVersion],
     notes: list[str],
 ) -> None:
     """Compare the other versions, too; those that do not fit leave `versions`."""
@@ -296,7 +297,9 @@ def _check_file_name(config: model_config_pb2.ModelConfig, model: ModelDirectory
         raise ModelError(f"default_model_filename {name!r} must stay within the version directory")
 
 
-def read_version(config: model_config_pb2.ModelConfig, model: ModelDirectory, number: int, directory: str) -> _Version:
+def read_version(
+    config: model_config_pb2.ModelConfig, model: ModelDirectory, number: int, directory: str
+) -> ReadVersion:
     """What the file of one version says. Raises ModelError."""
     path = os.path.join(directory, config.default_model_filename)
     if not os.path.lexists(path):
@@ -308,4 +311,4 @@ def read_version(config: model_config_pb2.ModelConfig, model: ModelDirectory, nu
     # Before the signature: reading that one may drop large initializers from the graph.
     sent = frozenset(text.name for text in config.input)
     found = policy(graph, sent)
-    return _Version(number, path, read_signature(graph, path, sent), found, stamp)
+    return ReadVersion(number, path, read_signature(graph, path, sent), found, stamp)

@@ -35,18 +35,24 @@ _Policy = model_config_pb2.ModelQueuePolicy
 def validate(
     config: _Config, model: ModelDirectory, gpus: Sequence[int], scalars: frozenset[str], no_gpus: str = ""
 ) -> None:
-    """Raise ModelError at the first rule that is broken; arguments as for `rules`."""
-    for rule in rules(config, model, gpus, scalars, no_gpus):
-        rule()
-
-
-def rules(
-    config: _Config, model: ModelDirectory, gpus: Sequence[int], scalars: frozenset[str], no_gpus: str = ""
-) -> Iterator[Callable[[], None]]:
-    """Each raises ModelError if it is broken, and needs none of the others.
+    """Raise ModelError at the first rule that is broken.
 
     `scalars`: tensors that have no dimensions in the model file; for them alone an empty reshape is right.
     """
+    for rule in (*tensor_rules(config, model, scalars), *setting_rules(config, gpus, no_gpus)):
+        rule()
+
+
+def setting_rules(config: _Config, gpus: Sequence[int], no_gpus: str) -> Iterator[Callable[[], None]]:
+    """The rules for what stands beside tensors: each raises ModelError if it is broken, and needs no other."""
+    if config.HasField("dynamic_batching"):
+        yield partial(_validate_dynamic_batching, config.dynamic_batching, config.max_batch_size, config.name)
+    yield from scheduling_rules(config)
+    yield partial(_validate_instance_groups, config, gpus, no_gpus)
+
+
+def tensor_rules(config: _Config, model: ModelDirectory, scalars: frozenset[str]) -> Iterator[Callable[[], None]]:
+    """The rules for `max_batch_size`, `input` and `output`, as `setting_rules`."""
     yield partial(_validate_batch_size, config)
     for kind, texts in (("input", config.input), ("output", config.output)):
         yield partial(_validate_present, config, kind)
@@ -58,10 +64,6 @@ def rules(
         yield partial(_validate_format, config, text)
     for text in config.output:
         yield partial(_validate_label_file, text, model)
-    if config.HasField("dynamic_batching"):
-        yield partial(_validate_dynamic_batching, config.dynamic_batching, config.max_batch_size, config.name)
-    yield from scheduling_rules(config)
-    yield partial(_validate_instance_groups, config, gpus, no_gpus)
 
 
 def _validate_batch_size(config: _Config) -> None:
