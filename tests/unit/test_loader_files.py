@@ -159,6 +159,18 @@ def test_what_came_with_a_load_names_no_file_behind_a_link(tmp_path):
         assert isinstance(run(tmp_path, overrides={"m": config}), ModelConfig)
 
 
+@pytest.mark.parametrize("name", ["Config.pbtxt", "config.pbtxt.txt", "config.prototxt", "config.json", "configpbtxt"])
+def test_a_configuration_of_another_name_is_not_read_and_that_is_said(tmp_path, name):
+    directory = models.write_model(tmp_path, "m", models.add1())
+    (directory / name).write_text("max_batch_size: 3")
+    text = f"{directory}/{name} is not read: a configuration is called config.pbtxt"
+    assert text in run(tmp_path).notes
+    (directory / "1" / "model.onnx").unlink()
+    assert run(tmp_path).reason.endswith(f"\n    {text}")
+    (directory / "config.pbtxt").write_text('backend: "onnxruntime"')
+    assert "is not read" not in run(tmp_path).reason
+
+
 # --- tensors that no request can carry ----------------------------------------------------------------------------
 
 

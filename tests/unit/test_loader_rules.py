@@ -147,18 +147,6 @@ def test_what_is_there_in_place_of_the_model_file_is_named(tmp_path, names, told
     assert reason.replace(f"    in {tmp_path}/m/config.pbtxt\n", "").endswith(f"\n    {tmp_path}/m/{told}")
 
 
-@pytest.mark.parametrize("name", ["Config.pbtxt", "config.pbtxt.txt", "config.prototxt", "config.json", "configpbtxt"])
-def test_a_configuration_of_another_name_is_not_read_and_that_is_said(tmp_path, name):
-    directory = models.write_model(tmp_path, "m", models.add1())
-    (directory / name).write_text("max_batch_size: 3")
-    text = f"{directory}/{name} is not read: a configuration is called config.pbtxt"
-    assert text in run(tmp_path).notes
-    (directory / "1" / "model.onnx").unlink()
-    assert run(tmp_path).reason.endswith(f"\n    {text}")
-    (directory / "config.pbtxt").write_text('backend: "onnxruntime"')
-    assert "is not read" not in run(tmp_path).reason
-
-
 def test_a_backend_of_the_model_itself(tmp_path):
     text = (
         'backend: "mine" max_batch_size: 2 input { name: "x" data_type: TYPE_STRING dims: [ -1 ] } '

@@ -204,8 +204,8 @@ def _external_size(directory: str, location: str, what: str) -> int:
             raise ModelError(f"{what} cannot be found: {error.strerror}: {path}") from error
         if stat.S_ISLNK(status.st_mode):
             raise ModelError(
-                f"{what} must not be reached through a symbolic link: {path}\n    fix: copy the file, or make the version "
-                "directory the link"
+                f"{what} must not be reached through a symbolic link: {path}\n    fix: copy the file, or make the "
+                "version directory the link"
             )
     if status is None or not stat.S_ISREG(status.st_mode):
         raise ModelError(f"{what} is not a regular file: {path}")
