@@ -82,7 +82,7 @@ class Sessions:
     async def end_all(self, reason: str) -> None:
         """Hang up every session and return when all they held has been given back."""
         for session in self:
-            session.hang_up(reason)
+            session.hang_up(reason, orderly=True)
         if self._ending:
             await asyncio.wait(self._ending)
 
@@ -129,6 +129,8 @@ class Sessions:
     def _forget(self, session: Session) -> None:
         del self._open[session.peer.session]
         self.protocol_errors += session.protocol_errors
+        if session.fault and session.peer.role == CLIENT:
+            self._complain("session %d (pid %d) was hung up: %s", session.peer.session, session.peer.pid, session.fault)
         self._ending.add(session.closed)
         session.closed.add_done_callback(self._ending.discard)
 

@@ -104,6 +104,7 @@ class Session:
         self._on_end = on_end
         self.library = ""
         self.protocol_errors = 0
+        self.fault = ""  # of the client, for which it was hung up
         self._socket = connection
         self._pidfd = pidfd
         self._service = service
@@ -130,10 +131,17 @@ class Session:
 
     # --- ending ----------------------------------------------------------------------------------------------------
 
-    def hang_up(self, reason: str) -> None:
-        """Say Goodbye and end."""
+    def hang_up(self, reason: str, *, orderly: bool = False) -> None:
+        """Say Goodbye and end. `orderly`: by no fault of the client."""
         self.send(Goodbye(reason=reason))
-        self.end(reason)
+        if orderly:
+            self.end(reason)
+        else:
+            self._drop(reason)
+
+    def _drop(self, fault: str) -> None:
+        self.fault = self.fault or fault
+        self.end(fault)
 
     def end(self, reason: str) -> None:
         """Close the connection now; what the session held is given back by and by (`closed`)."""
@@ -312,7 +320,7 @@ class Session:
                     self._loop.remove_reader(self._socket)
         limit = GATEWAY_OUTBOX_BYTES if self.peer.role in OURS else MAX_OUTBOX_BYTES
         if self._outbox_bytes + len(data) > limit:
-            self.end(f"does not read: {self._outbox_bytes} bytes of replies are waiting")
+            self._drop(f"does not read: {self._outbox_bytes} bytes of replies are waiting")
             return
         # Duplicates, because the caller's may be closed, and their numbers used again, before these are sent.
         self._outbox.append((data, [os.dup(fd) for fd in fds]))
@@ -342,7 +350,7 @@ class Session:
     def _watch_progress(self) -> None:
         if self._stalled:
             self._stalled.cancel()
-        self._stalled = self._loop.call_later(STALL_TIMEOUT_S, self.end, "has not read its replies for 5 s")
+        self._stalled = self._loop.call_later(STALL_TIMEOUT_S, self._drop, "has not read its replies for 5 s")
 
 
 def failure(request_id: int, error: Exception) -> Failure:

@@ -229,6 +229,14 @@ class LoopLanes:
             channel.close()
         return lane
 
+    def keep(self, worker: str, channel: ClientChannel, number: int, left: Left) -> bool:
+        """A new channel is this loop's if it has none; False: it has one."""
+        lane = self.add(worker, channel, left)
+        if lane.channel is not channel:
+            return False
+        lane.number = number
+        return True
+
     def shared(self, worker: str) -> AsyncLane | None:
         """A loop has one lane per worker: there is none to share instead."""
         return None

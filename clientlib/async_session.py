@@ -165,7 +165,7 @@ class AsyncSession:
             self._sock.close()
             self._session.end(why)
             while self._session.unanswered:
-                self._session.unanswered.pop()
+                self._session.unanswered.popitem()
                 self._calls.release()
             if self._on_end is not None:
                 self._on_end()

@@ -5,12 +5,13 @@ Procedures (see `clientlib.session`), used by `clientlib.native`, and by the cli
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Generic, final
 
 from clientlib.failures import is_out_of_channels
 from clientlib.link import Bound, L, Link, Prepared
-from clientlib.session import Call, Procedure, Unanswered
+from clientlib.session import Answer, Call, Procedure, Unanswered
 from clientlib.spread import Spread
 from shm import messages
 from shm.client_channel import ClientChannel
@@ -86,7 +87,8 @@ class Binder(Generic[L]):
         return bound
 
     def _open_channel(self, link: Link[L], worker: str) -> Procedure[L]:
-        ask = Call(messages.OpenChannel(worker=worker, slots=self._slots), expects=3)
+        late = functools.partial(self._keep, link)
+        ask = Call(messages.OpenChannel(worker=worker, slots=self._slots), expects=3, late=late)
         while True:
             try:
                 reply, fds = yield ask
@@ -107,18 +109,32 @@ class Binder(Generic[L]):
                     raise
             yield from self._close_channel(unused)
         assert isinstance(reply, messages.ChannelInfo)
-        try:
-            memory, bell, pipe = fds
-            channel = ClientChannel(memory, bell, pipe, reply.slots, self._spin_s)
-        except BaseException:
-            close_all(fds)
-            raise
+        channel = self._channel(reply, fds)
         lane = link.lanes.add(worker, channel, link)
         if lane.channel is channel:
             lane.number = reply.channel
         else:  # others opened one at the same time
             yield Call(messages.CloseChannel(channel=reply.channel))
         return lane
+
+    def _channel(self, reply: messages.ChannelInfo, fds: list[int]) -> ClientChannel:
+        """Takes `fds` over."""
+        try:
+            memory, bell, pipe = fds
+            return ClientChannel(memory, bell, pipe, reply.slots, self._spin_s)
+        except BaseException:
+            close_all(fds)
+            raise
+
+    def _keep(self, link: Link[L], answer: Answer) -> bool:
+        """A channel that came after its thread's patience is for that thread's next request, or another's."""
+        reply, fds = answer
+        assert isinstance(reply, messages.ChannelInfo)
+        try:
+            channel = self._channel(reply, fds)
+        except (InferError, OSError):
+            return False
+        return link.lanes.keep(reply.worker, channel, reply.channel, link)
 
     def _close_channel(self, unused: L) -> Procedure[None]:
         self._unbind()

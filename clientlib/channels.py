@@ -180,6 +180,16 @@ class Lanes:
             self.end()
         return lane
 
+    def keep(self, worker: str, channel: ClientChannel, number: int, left: Left) -> bool:
+        """A new channel is that of the next thread that needs one. Always True."""
+        lane = Lane(worker, channel, left)
+        lane.number = number
+        self._all.append(lane)
+        self._free.append(lane)
+        if self._ended:
+            self.end()
+        return True
+
     def give_back(self, lane: Lane) -> None:
         """A thread has ended; requests of it that are still outstanding are settled by the next."""
         if not self._ended:

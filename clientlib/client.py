@@ -29,6 +29,7 @@ from clientlib.failures import PlanOutdated, RoomNeeded, with_remedy
 from clientlib.leases import kept
 from clientlib.link import Bound, Link, Prepared
 from clientlib.native import Native
+from clientlib.patience import Patience, drive
 from clientlib.plans import Plan
 from clientlib.process import StaysHere
 from clientlib.recipe import Budget, Outputs, Slots, recipe
@@ -72,6 +73,7 @@ class Client(StaysHere):
         self.native: Native[Lane] = Native(directory, slots, spin_s, make_region)
         self._automatic: Automatic[Plan] = Automatic()
         self._connecting = threading.Lock()
+        self._patience = Patience()
         self._closing = threading.Event()
         self._connect(deadline, wait=False)
         weakref.finalize(self, self.native.close)
@@ -202,7 +204,8 @@ class Client(StaysHere):
     ) -> InferResult:
         """Run a model on arrays, or on tensors in regions; arrays are copied once.
 
-        The first request of a kind (model, datatypes, shapes, parameters) prepares a plan, the next use it.
+        The first request of a kind (model, datatypes, shapes, parameters) prepares a plan, the next use it. Preparing,
+        and the channel that a thread's first request opens, go on past a short `timeout`, each for a second at most.
         """
         deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
         asked = Request(model, version, inputs, outputs, parameters)
@@ -264,25 +267,23 @@ class Client(StaysHere):
 
     def bind(self, plan: Plan, deadline_ns: int) -> Bound[Lane]:
         """What this thread needs to submit requests of `plan`."""
-        return self._run_until(_ends(deadline_ns, RECONNECT_S), lambda link: self.native.bind(link, plan))
+        return self._run_for(deadline_ns, RECONNECT_S, lambda link: self.native.bind(link, plan))
 
     def bind_at(self, spread: Spread[Lane], worker: str, deadline_ns: int) -> Bound[Lane] | None:
         """What this thread needs to submit to one more worker. None: the session of `spread` has ended."""
-        return self._run_until(
-            _ends(deadline_ns, RECONNECT_S), lambda link: self.native.binder.bind_at(link, spread, worker)
-        )
+        return self._run_for(deadline_ns, RECONNECT_S, lambda link: self.native.binder.bind_at(link, spread, worker))
 
     def bind_missing(self, spread: Spread[Lane], deadline_ns: int) -> None:
         """Try the workers again that were not up."""
-        self._run_until(_ends(deadline_ns, RECONNECT_S), lambda link: self.native.binder.bind_missing(link, spread))
+        self._run_for(deadline_ns, RECONNECT_S, lambda link: self.native.binder.bind_missing(link, spread))
 
     def grow(self, plan: Plan, needed: RoomNeeded, deadline_ns: int) -> None:
         """Give an output of `plan` more room."""
-        self._run_until(_ends(deadline_ns, CALL_S), lambda link: self.native.grow(link, plan, needed))
+        self._run_for(deadline_ns, CALL_S, lambda link: self.native.grow(link, plan, needed))
 
     def give_events(self, plan: Plan, ring: Ring, deadline_ns: int) -> None:
         """Let requests of `plan` name events of `ring`."""
-        self._run_until(_ends(deadline_ns, CALL_S), lambda link: self.native.give_events(link, plan, ring))
+        self._run_for(deadline_ns, CALL_S, lambda link: self.native.give_events(link, plan, ring))
 
     def release(self, prepared: Prepared[Lane]) -> None:
         """Tell the broker that a plan will not be used any more, unless the session it was prepared on has ended."""
@@ -309,7 +310,7 @@ class Client(StaysHere):
         plan = self._automatic.find(asked.key)
         if plan is None:
             fresh = Plan(self, asked.recipe(BUDGET))
-            self._run_until(_ends(deadline_ns, CALL_S), lambda link: self.native.prepare(link, fresh))
+            self._run_for(deadline_ns, CALL_S, lambda link: self.native.prepare(link, fresh))
             plan = self._automatic.keep(asked.key, fresh, fresh.places_byte_size)
         return plan
 
@@ -321,23 +322,30 @@ class Client(StaysHere):
     def _run(self, make: Callable[[Link[Lane]], Procedure[T]], timeout: float = CALL_S) -> T:
         return self._run_until(time.monotonic() + seconds(timeout), make)
 
-    def _run_until(self, deadline: float, make: Callable[[Link[Lane]], Procedure[T]]) -> T:
+    def _run_for(self, deadline_ns: int, patience_s: float, make: Callable[[Link[Lane]], Procedure[T]]) -> T:
+        """What a request needs: until its deadline or a little beyond (`Patience`), without one for `patience_s`."""
+        now = time.monotonic()
+        return self._run_until(deadline_ns * 1e-9 if deadline_ns else now + patience_s, make, self._patience)
+
+    def _run_until(
+        self, deadline: float, make: Callable[[Link[Lane]], Procedure[T]], patience: Patience | None = None
+    ) -> T:
         while True:
             self.native.check()
             link = self.native.link
             fresh = link is None
             if link is None:
-                link = self._connect(deadline, wait=True)
+                link = self._connect(deadline, patience, wait=True)
             session = link.session
             assert isinstance(session, SyncSession)
             try:
-                return session.drive(make(link), deadline)
+                return drive(session, make(link), deadline, patience)
             except ConnectionLost:
                 self.native.lose(link)
                 if fresh or self.native.closed:
                     raise
 
-    def _connect(self, deadline: float, *, wait: bool) -> Link[Lane]:
+    def _connect(self, deadline: float, patience: Patience | None = None, *, wait: bool) -> Link[Lane]:
         """The session, made anew unless another thread was faster. `wait`: for a broker that was there before."""
         if not self._connecting.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise InferError(
@@ -349,8 +357,9 @@ class Client(StaysHere):
             while self.native.link is None:
                 session = SyncSession(self._dial(until, wait=wait), self.native.directory)
                 try:
-                    welcome = session.drive(self.native.greet(), deadline)
-                    session.drive(self.native.attach(), deadline)
+                    welcome = drive(session, self.native.greet(), deadline, patience)
+                    # Of all regions: that it takes longer than whoever comes first has must not be their end.
+                    session.drive(self.native.attach(), max(deadline, time.monotonic() + RECONNECT_S))
                 except BaseException as error:
                     session.close()
                     # One that is just going down answers no more; its successor will.
@@ -377,11 +386,6 @@ class Client(StaysHere):
                 raise fresh(problem)
             if self._closing.wait(min(remaining, RETRY_S)):
                 self.native.check()
-
-
-def _ends(deadline_ns: int, patience_s: float) -> float:
-    """Until when (time.monotonic) what a request needs may take: its deadline, without one `patience_s`."""
-    return deadline_ns * 1e-9 if deadline_ns else time.monotonic() + patience_s
 
 
 def _own(region: MappedRegion) -> Region:

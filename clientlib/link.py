@@ -48,6 +48,9 @@ class Lanes(Protocol[L]):
     def add(self, worker: str, channel: ClientChannel, left: Link[L]) -> L:
         """Make a lane of a new channel; it is the caller's."""
 
+    def keep(self, worker: str, channel: ClientChannel, number: int, left: Link[L]) -> bool:
+        """Make a lane of a new channel, for whoever needs one next. False: nobody will; the channel is closed."""
+
     def shared(self, worker: str) -> L | None:
         """A lane to `worker` that others use too, when no channel can be opened any more."""
 

@@ -38,15 +38,21 @@ from shm.sockets import close_all
 MAX_LARGE = 1 << 28  # bytes of a reply that travels in a memfd
 
 
+Answer = tuple[Reply, list[int]]
+
+
 class Call(NamedTuple):
-    """A request, the descriptors that go with it (still the caller's), and how many must come with the reply."""
+    """A request, the descriptors that go with it (still the caller's), and how many must come with the reply.
+
+    `late` takes over an answer that nobody waits for any more. False: what the broker made for it is not wanted.
+    """
 
     message: Message
     fds: Sequence[int] = ()
     expects: int = 0
+    late: Callable[[Answer], bool] | None = None
 
 
-Answer = tuple[Reply, list[int]]
 T = TypeVar("T")
 Procedure = Generator[Call, Answer, T]
 
@@ -87,13 +93,18 @@ class Session:
         self._path = path
         self._on_notice = on_notice
         self._ids = itertools.count(1)
-        self._waiting: dict[int, tuple[Waiter, int]] = {}
-        self.unanswered: set[int] = set()  # calls that nobody waits for any more
+        self._waiting: dict[int, tuple[Waiter, Call]] = {}
+        self.unanswered: dict[int, Call | None] = {}  # calls that nobody waits for any more
         self._returns: deque[Message] = deque()
         self._welcomed = False
         self._reason = ""
         self.starting: Starting | None = None
         self.lost: ConnectionLost | None = None
+
+    @property
+    def outstanding(self) -> int:
+        """How many calls the broker has not answered, whether anybody waits for them or not."""
+        return len(self._waiting) + len(self.unanswered)
 
     def request(self, call: Call, waiter: Waiter) -> tuple[int, bytes]:
         """The id and the datagram of `call`. Raises InferError for what the broker would hang up on."""
@@ -113,13 +124,14 @@ class Session:
             messages.decode_request(data)  # the broker ends the session of a peer that sends what this refuses
         except ProtocolError as error:
             raise InferError(Code.INVALID_ARG, f"bad argument for {kind}: {_plain(error.message)}") from None
-        self._waiting[number] = (waiter, call.expects)
+        self._waiting[number] = (waiter, call)
         return number, data
 
     def forget(self, number: int, *, sent: bool = True) -> None:
-        """Nobody waits for this reply any more: when it comes, what it gives is given back."""
-        if self._waiting.pop(number, None) is not None and sent:
-            self.unanswered.add(number)
+        """Nobody waits for this reply any more: when it comes, what it gives is kept by `Call.late` or given back."""
+        waiting = self._waiting.pop(number, None)
+        if waiting is not None and sent:
+            self.unanswered[number] = waiting[1]
 
     def give_back(self, send: Callable[[bytes], None]) -> None:
         """Return what came too late. `send` raises OSError when it cannot: the rest is for the next time."""
@@ -147,20 +159,26 @@ class Session:
             return
         if isinstance(reply, Welcome):
             self._welcomed = True
-        waiter, expects = self._waiting.pop(reply.id, (None, 0))
-        if waiter is None:
-            close_all(fds)
-            if reply.id in self.unanswered:
-                self.unanswered.remove(reply.id)
-                self.decline(reply)
+        waiter, call = self._waiting.pop(reply.id, (None, None))
+        if waiter is None or call is None:
+            self._come_late(reply, fds)
         elif isinstance(reply, Failure):
             close_all(fds)
             waiter.failed(InferError(reply.code, reply.message))
-        elif len(fds) != expects:
+        elif len(fds) != call.expects:
             close_all(fds)
-            waiter.failed(ProtocolError(f"{type(reply).__name__} came with {len(fds)} descriptors, not {expects}"))
+            waiter.failed(ProtocolError(f"{type(reply).__name__} came with {len(fds)} descriptors, not {call.expects}"))
         else:
             waiter.answered((reply, fds))
+
+    def _come_late(self, reply: Reply, fds: list[int]) -> None:
+        call = self.unanswered.pop(reply.id, None)
+        if call is None or call.late is None or isinstance(reply, Failure) or len(fds) != call.expects:
+            close_all(fds)
+        elif call.late((reply, fds)):
+            return
+        if call is not None:
+            self.decline(reply)
 
     def decline(self, reply: Reply) -> None:
         """An answer that came too late: `give_back` returns what the broker made for it."""
@@ -180,6 +198,7 @@ class Session:
         waiting, self._waiting = self._waiting, {}
         for waiter, _ in waiting.values():
             waiter.failed(self.lost)
+        self.unanswered = dict.fromkeys(self.unanswered)
 
     def late(self, call: Call, timeout_s: float) -> InferError:
         """What to raise when the reply to `call` did not come in time."""

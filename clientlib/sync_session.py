@@ -18,6 +18,7 @@ from shm import sockets
 from shm.errors import InferError, ProtocolError, fresh
 
 T = TypeVar("T")
+CALLS = 128  # unanswered ones at a time, given up or not: the broker hangs up on a session that has 256
 LONGEST_POLL_MS = 3_600_000  # poll() takes 24 days at most; whoever waits looks again after it
 
 
@@ -83,21 +84,19 @@ class SyncSession:
         """Send `call` and wait for its reply. Raises InferError; ConnectionLost when the session has ended."""
         began = time.monotonic()
         reply = _Reply()
+        sent = False
         with self._changed:
             self._catch_up()
+            while self._session.outstanding >= CALLS and not self.lost:
+                self._look(call, began, deadline)
             number, data = self._session.request(call, reply)
             try:
                 self._send(data, call, deadline)
+                sent = True
                 while not reply.done:
-                    remaining = deadline - time.monotonic()
-                    if remaining <= 0:
-                        raise self._session.late(call, deadline - began)
-                    if self._reading:
-                        self._changed.wait(remaining)
-                    else:
-                        self._read(remaining)
+                    self._look(call, began, deadline)
             finally:
-                self._session.forget(number)
+                self._session.forget(number, sent=sent)
         return reply.take()
 
     def close(self) -> None:
@@ -139,6 +138,16 @@ class SyncSession:
         """Read the replies that came since everybody stopped waiting: what they gave is given back first."""
         while self._session.unanswered and not self._reading and not self.lost and self._poller.poll(0):
             self._read(0)
+
+    def _look(self, call: Call, began: float, deadline: float) -> None:
+        """Return when something has come, for whomever. Raises InferError at the deadline of `call`."""
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise self._session.late(call, deadline - began)
+        if self._reading:
+            self._changed.wait(remaining)
+        else:
+            self._read(remaining)
 
     def _read(self, timeout_s: float) -> None:
         """Wait for one datagram without the lock, then hand it on."""

@@ -113,6 +113,28 @@ class TestSession:
         assert isinstance(unregister, messages.Unregister)
         assert (close.channel, release.index, release.generation, unregister.name) == (7, 3, 2, "r")
 
+    @pytest.mark.parametrize("wanted", [True, False])
+    def test_a_late_reply_may_be_wanted_all_the_same(self, wanted):
+        session = Session("/run")
+        came = []
+
+        def late(answer):
+            came.append(answer)
+            return wanted
+
+        ask = Call(messages.OpenChannel(worker="w", slots=4), expects=1, late=late)
+        number, _ = self.ask(session, ask)
+        session.forget(number)
+        info = messages.ChannelInfo(id=number, channel=7, worker="w", slots=4)
+        fd = open_fd()
+        session.receive(messages.encode(info), [fd])
+        assert came == [(info, [fd])]
+        assert is_open(fd)
+        os.close(fd)
+        sent = []
+        session.give_back(sent.append)
+        assert len(sent) == (not wanted)
+
     def test_garbage_is_a_protocol_error_and_leaks_nothing(self):
         fd = open_fd()
         with pytest.raises(ProtocolError):

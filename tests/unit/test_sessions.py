@@ -292,8 +292,10 @@ async def test_too_many_descriptors_or_bytes_end_the_session_and_leak_nothing(se
 @session_test
 async def test_more_waiting_requests_than_allowed(service, sessions, connect):
     client = connect()
-    await client.greet()
+    session = await client.greet()
     service.hold.clear()
+    said = []
+    sessions._complain = lambda text, *arguments: said.append(text % arguments)
     for number in range(2, MAX_WAITING + 20):
         try:
             client.send({"type": "ListRegions", "id": number})
@@ -305,6 +307,7 @@ async def test_more_waiting_requests_than_allowed(service, sessions, connect):
     assert goodbye["type"] == "Goodbye"
     assert "are waiting" in goodbye["reason"]
     assert await client.receive() is None
+    assert said == [f"session {session} (pid {os.getpid()}) was hung up: {goodbye['reason']}"]
 
 
 @session_test
