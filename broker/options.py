@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn, final
@@ -232,11 +233,24 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}\n{self.format_usage()}".rstrip())
 
 
+def _about_triton_flags() -> str:
+    """Below the flags that have a help text."""
+    shown = sorted((EFFECTIVE & (SINGLE | REPEATED | BOOLEAN)) - {"model-repository", "model-store"})
+    names = ", ".join(f"--{each}" for each in shown)
+    text = (
+        f"tritonserver's flags are taken as well. These do what they do there: {names}."
+        " The others have no effect, and are named at start. docs/compatibility.md has what differs."
+    )
+    return textwrap.fill(text, 80, break_on_hyphens=False)
+
+
 def _serve_parser() -> Parser:
     parser = Parser(
         prog="tensorbroker serve",
         allow_abbrev=True,  # as tritonserver: --log-warn is --log-warning
-        description="Serve the models of a repository. All flags of tritonserver are accepted besides those below.",
+        description="Serve the models of a repository.",
+        epilog=_about_triton_flags(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--model-repository", metavar="DIR", action="append", dest="model-repository", help="may be repeated")

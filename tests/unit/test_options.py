@@ -292,3 +292,14 @@ def test_a_flag_by_its_old_name_works_with_a_warning(flags, warning):
     options = parse_serve(["--model-repository=m", *flags])
     assert options.deprecated == warning
     assert options.strict_model_config == bool(flags)
+
+
+def test_the_help_of_serve_names_tritons_flags(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse_serve(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for flag in ("--http-port,", "--trace-config,", "--model-control-mode,"):
+        assert flag in text
+    assert "--sagemaker-port" not in text  # without effect
+    assert "docs/compatibility.md" in text
