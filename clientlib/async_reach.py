@@ -73,7 +73,8 @@ class AsyncReach:
                 session = AsyncSession(await self._dial(until, wait=wait), self._native.directory, self._loop)
                 try:
                     welcome = await session.drive(self._native.greet(), deadline)
-                    await session.drive(self._native.attach(), deadline)
+                    # Of all regions: that it takes longer than whoever comes first has must not be their end.
+                    await session.drive(self._native.attach(), max(deadline, self._loop.time() + RECONNECT_S))
                 except BaseException as error:
                     session.close()
                     # One that is just going down answers no more; its successor will.

@@ -25,14 +25,17 @@ CALLS = 64  # unanswered ones at a time, given up or not: the broker hangs up on
 
 @final
 class _Reply:
-    __slots__ = ("future",)
+    __slots__ = ("_session", "future")
 
-    def __init__(self, future: asyncio.Future[Answer]) -> None:
+    def __init__(self, future: asyncio.Future[Answer], session: Session) -> None:
         self.future = future
+        self._session = session
 
     def answered(self, answer: Answer) -> None:
-        if self.future.done():
-            close_all(answer[1])
+        if self.future.done():  # given up in this turn of the loop, and not forgotten yet
+            reply, fds = answer
+            close_all(fds)
+            self._session.decline(reply)
         else:
             self.future.set_result(answer)
 
@@ -88,7 +91,7 @@ class AsyncSession:
         """Send `call` and await its reply. Raises InferError; ConnectionLost when the session has ended."""
         began = self._loop.time()
         future: asyncio.Future[Answer] = self._loop.create_future()
-        number, data = self._session.request(call, _Reply(future))
+        number, data = self._session.request(call, _Reply(future, self._session))
         counted = sent = False
         try:
             async with asyncio.timeout_at(deadline):

@@ -109,6 +109,27 @@ def test_a_call_that_was_given_up_before_it_was_sent_leaves_nothing() -> None:
     run(test)
 
 
+def test_what_comes_in_the_turn_in_which_it_is_given_up_is_given_back() -> None:
+    async def test(session: AsyncSession, peer: Peer) -> None:
+        loop = asyncio.get_running_loop()
+        call = Call(messages.RegisterPool(name="r", byte_size=64))
+        task = loop.create_task(session.call(call, loop.time() + LIMIT_S))
+        await turns()
+        assert peer.take() == 1
+        task.cancel()
+        info = messages.RegionInfo(id=peer.asked[0], name="r", kind="pool", region=1, generation=1, byte_size=64)
+        sockets.send(peer.sock, messages.encode(info))
+        session._read()
+        received = sockets.receive(peer.sock)
+        assert received is not None
+        asked = messages.decode_request(received[0])
+        assert isinstance(asked, messages.Unregister)
+        assert asked.name == "r"
+        await asyncio.wait([task])
+
+    run(test)
+
+
 def test_the_end_is_told_to_those_who_wait_for_their_turn() -> None:
     async def test(session: AsyncSession, peer: Peer) -> None:
         tasks = ask(session, CALLS)
