@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+import clientlib
+from clientlib.session import Call
+from shm import messages
+from shm.errors import InferError
 from tests.fakes.broker import (
     Broker,
     HandClient,
@@ -79,6 +83,25 @@ def test_clients_that_come_and_go_leave_nothing(broker):
             client.receive()
         client.close()
     eventually(lambda: broker.descriptors() <= before)
+
+
+def test_what_came_too_late_for_its_client_is_given_back(broker):
+    with clientlib.connect(broker.directory) as client:
+        for number in range(20):
+            fd = pool(4096)
+            late = Call(messages.RegisterPool(name=f"late{number}", byte_size=4096), (fd,))
+            with pytest.raises(InferError, match="no answer to RegisterPool"):
+                client.native.link.session.call(late, 0.0)
+            os.close(fd)
+        with pytest.raises(InferError, match="no answer to OpenChannel"):
+            client.native.link.session.call(Call(messages.OpenChannel(worker="cpu/default", slots=4), expects=3), 0.0)
+
+        def holds() -> list[tuple[int, int]]:
+            client.models()  # whoever asks for something gives back what has come too late
+            sessions = broker.status()["sessions"]
+            return [(session["regions"], session["channels"]) for session in sessions if session["pid"] == os.getpid()]
+
+        eventually(lambda: set(holds()) == {(0, 0)})
 
 
 def test_a_worker_killed_between_register_and_prepare_is_not_noticed(broker):
