@@ -11,7 +11,7 @@ import asyncio
 from collections import deque
 from typing import Protocol, final
 
-from clientlib.channels import GONE, Left
+from clientlib.channels import CLOSED, GONE, Left
 from shm.client_channel import ClientChannel
 from shm.errors import Code, ForkedError, InferError, fresh
 from shm.layout import FINAL
@@ -118,7 +118,7 @@ class AsyncLane:
 
     def close(self) -> None:
         """End everything that is outstanding, as far as this process is concerned."""
-        self._stop(InferError(Code.UNAVAILABLE, "the client was closed while the request was outstanding"))
+        self._stop(InferError(Code.UNAVAILABLE, CLOSED))
 
     def leave_to_parent(self) -> None:
         """The channel and the loop are the parent's."""
@@ -164,7 +164,7 @@ class AsyncLane:
         self.channel.drain_pipe()
         if self.channel.gone:
             self.channel.reap()  # what was completed before the end
-            self._stop(InferError(Code.UNAVAILABLE, GONE))
+            self._stop(InferError(Code.UNAVAILABLE, CLOSED if self._left.closed else GONE))
             self._left.channel_gone()
         elif not self._busy:
             self._wake()

@@ -133,18 +133,21 @@ class Automatic(Generic[P]):
     __slots__ = ("_byte_size", "_lock", "_plans")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # its holder may be interrupted by a signal handler that calls, too
         self._plans: OrderedDict[Hashable, tuple[P, int]] = OrderedDict()
         self._byte_size = 0
 
     def find(self, key: Hashable) -> P | None:
         """The plan of a signature, used now."""
-        with self._lock:
-            found = self._plans.get(key)
-            if found is None:
-                return None
+        # Without the lock: each step is atomic, and a signal handler that asks must not find it held below.
+        found = self._plans.get(key)
+        if found is None:
+            return None
+        try:  # not `suppress`, which would cost more than the rest
             self._plans.move_to_end(key)
-            return found[0]
+        except KeyError:  # dropped meanwhile
+            pass
+        return found[0]
 
     def keep(self, key: Hashable, plan: P, byte_size: int) -> P:
         """Remember a new plan with `byte_size` of places. Returns the one to use: another thread may be first."""
@@ -157,7 +160,7 @@ class Automatic(Generic[P]):
                 _, oldest = self._plans.popitem(last=False)
                 self._byte_size -= oldest[1]
                 dropped.append(oldest)  # collected outside the lock: its release runs other code
-            return self._plans[key][0]
+            return self._plans.get(key, (plan,))[0]
 
     def drop(self, key: Hashable, plan: P) -> None:
         """Forget a plan that the model no longer fits, unless another thread was faster to replace it."""

@@ -16,6 +16,7 @@ from shm.errors import Code, ForkedError, InferError
 from shm.layout import FINAL
 
 GONE = "the broker went away while the request was outstanding: whether it ran is not known"
+CLOSED = "the client was closed while the request was outstanding"
 
 
 @final
@@ -53,7 +54,7 @@ class Lane:
         The caller holds the role.
         """
         self.channel.reap()  # what was completed before the end
-        text = self.error.message if self.error is not None else GONE
+        text = self.error.message if self.error is not None else CLOSED if self._left.closed else GONE
         for pending in self.channel.abandoned():
             pending.settle((0, 0, Code.UNAVAILABLE | FINAL, 0, 0, 0, 0, 0), text.encode())
         self._left.channel_gone()
@@ -92,7 +93,7 @@ class Lane:
 
     def close(self) -> None:
         """Nobody may wait here any more. The descriptors are closed unless a thread is using them right now."""
-        self.error = InferError(Code.UNAVAILABLE, "the client was closed while the request was outstanding")
+        self.error = InferError(Code.UNAVAILABLE, CLOSED)
         if self.channel.role.acquire(timeout=1.0):
             try:
                 self.channel.close()
@@ -111,6 +112,8 @@ class Lane:
 
 class Left(Protocol):
     """Whom to tell that broker and worker of a channel are gone."""
+
+    closed: bool  # it is the client that was closed
 
     def channel_gone(self) -> None:
         """The session is gone too; the next call reconnects."""

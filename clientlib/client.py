@@ -26,6 +26,7 @@ from clientlib.cuda_export import allocate, export
 from clientlib.cuda_order import Ring
 from clientlib.cuda_region import CudaRegion, register
 from clientlib.failures import PlanOutdated, RoomNeeded, with_remedy
+from clientlib.interrupted import Turn
 from clientlib.leases import kept
 from clientlib.link import Bound, Link, Prepared
 from clientlib.native import Native
@@ -75,6 +76,7 @@ class Client(StaysHere):
         self._connecting = threading.Lock()
         self._patience = Patience()
         self._closing = threading.Event()
+        self._turn = Turn()
         self._connect(deadline, wait=False)
         weakref.finalize(self, self.native.close)
 
@@ -292,9 +294,10 @@ class Client(StaysHere):
         self.native.check()
         link = prepared.link
         if link is self.native.link:
-            assert isinstance(link.session, SyncSession)
+            session, procedure = link.session, self.native.release(link, prepared)
+            assert isinstance(session, SyncSession)
             with contextlib.suppress(ConnectionLost):
-                link.session.drive(self.native.release(link, prepared), time.monotonic() + CALL_S)
+                self._turn.run(lambda: session.drive(procedure, time.monotonic() + CALL_S))
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
@@ -320,12 +323,13 @@ class Client(StaysHere):
             self._automatic.drop(asked.key, plan)
 
     def _run(self, make: Callable[[Link[Lane]], Procedure[T]], timeout: float = CALL_S) -> T:
-        return self._run_until(time.monotonic() + seconds(timeout), make)
+        deadline = time.monotonic() + seconds(timeout)
+        return self._turn.run(lambda: self._run_until(deadline, make))
 
     def _run_for(self, deadline_ns: int, patience_s: float, make: Callable[[Link[Lane]], Procedure[T]]) -> T:
         """What a request needs: until its deadline or a little beyond (`Patience`), without one for `patience_s`."""
-        now = time.monotonic()
-        return self._run_until(deadline_ns * 1e-9 if deadline_ns else now + patience_s, make, self._patience)
+        deadline = deadline_ns * 1e-9 if deadline_ns else time.monotonic() + patience_s
+        return self._turn.run(lambda: self._run_until(deadline, make, self._patience))
 
     def _run_until(
         self, deadline: float, make: Callable[[Link[Lane]], Procedure[T]], patience: Patience | None = None

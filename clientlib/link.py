@@ -86,6 +86,7 @@ class Link(Generic[L]):
         self.lanes = lanes
         self.homes = homes if homes is not None else Homes()
         self.load = Load(lanes)
+        self.closed = False  # by the client's close, not by the broker
         self._lose = lose
 
     def channel_gone(self) -> None:

@@ -93,6 +93,7 @@ class Native(Generic[L]):
         self._released.clear()
         self._unbind_all()
         if link is not None:
+            link.closed = True
             self._left.take(link)
         self._left.close()
         if link is not None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol, final
 
 from clientlib import process
+from clientlib.interrupted import Turn
 from shm import views
 from shm.views import Placement
 
@@ -46,6 +47,9 @@ class Ranges:
 
     def enter(self) -> None:
         """Make this plan and all living plans that share memory with it rivals of each other."""
+        _turn.run(self._enter)
+
+    def _enter(self) -> None:
         with _lock:
             neighbours = {other for span in (*self.inputs, *self.outputs) for other in _by_memory.get(span.memory, ())}
             for other in (self, *neighbours):
@@ -62,6 +66,9 @@ class Ranges:
 
         For plans with rivals; others need only `live.setdefault`.
         """
+        return _turn.run(lambda: self._claim(request))
+
+    def _claim(self, request: Live) -> tuple[str, Live | None]:
         with _lock:
             overlap = self._overlap(request)
             if not overlap[0]:
@@ -88,7 +95,7 @@ class Ranges:
                     or _touch(self.inputs, i, rival.outputs, other.output_slot)
                 )
                 if clash:
-                    return f"'{clash[0]}' overlaps '{clash[1]}' of a request that has not ended", other
+                    return f"'{clash[0]}' overlaps '{clash[1]}' of a request that has not ended: {_OWN}", other
         return "", None
 
 
@@ -125,7 +132,9 @@ def _touch_each_other(outputs: Sequence[Span], k: int) -> tuple[str, str] | None
     return None
 
 
+_OWN = "wait for it, or give the requests memory of their own"
 _lock = threading.Lock()
+_turn = Turn()  # before the lock, which a signal handler must not find held below it
 _by_memory: dict[tuple[int, int], weakref.WeakSet[Ranges]] = {}
 
 

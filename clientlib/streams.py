@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 
 import numpy.typing as npt
 
+from clientlib import process
 from clientlib.arena import Lease
 from clientlib.channels import Lane
 from clientlib.claims import claim, submit_when_free, take_place
 from clientlib.failures import RoomNeeded
 from clientlib.growing import Tries
+from clientlib.interrupted import Interrupted
 from clientlib.layout import Layout
 from clientlib.link import Bound, outside
 from clientlib.process import StaysHere
@@ -138,6 +140,7 @@ class Inflow(Waiting):
         "_inbox",
         "_layout",
         "_lease",
+        "_made_in",
         "_plan",
         "ident",
     )
@@ -167,6 +170,7 @@ class Inflow(Waiting):
         self._deadline_ns = deadline_ns
         self._lease = lease
         self._ended = False
+        self._made_in = process.generation
         self.ident = 0
         copied = layout.write(self.input_slot, values) if values else 0
         assembler = Assembler(layout.outputs, self.output_slot, layout.responses, raw=layout.raw)
@@ -200,6 +204,8 @@ class Inflow(Waiting):
     def next(self) -> InferResult | None:
         """Wait for the next response. See `Source`."""
         inbox = self._inbox
+        if not inbox.over:
+            process.check(self._made_in)  # also of what came before the fork
         ends = self._deadline_ns
         while True:
             if ends and not inbox.ended and _now_ns() >= ends:
@@ -211,6 +217,8 @@ class Inflow(Waiting):
                 return None
             try:
                 self.wait(ends / 1e9 if ends else math.inf)
+            except Interrupted:
+                raise
             except InferError as error:  # closed, or another process: nothing will come
                 inbox.fail(error)
 

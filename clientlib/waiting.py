@@ -10,6 +10,7 @@ import threading
 import time
 
 from clientlib.channels import Lane, wake
+from clientlib.interrupted import interrupted, is_below
 from clientlib.process import StaysHere
 from shm.errors import fresh
 
@@ -88,6 +89,8 @@ class Waiting(StaysHere):
     def _sleep(self, timeout_s: float) -> None:
         """Another thread has the role: sleep until there is something to take or the role is free."""
         lane = self.lane
+        if is_below(lane):  # it is this thread, which goes on when we have returned
+            raise interrupted()
         lock = threading.Lock()
         lock.acquire()
         if self._wakes is None:

@@ -9,6 +9,7 @@ that went away is reached again by the next call.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
@@ -26,6 +27,7 @@ from clientlib.automatic import Inputs, Request
 from clientlib.callable_model import Model
 from clientlib.claims import FULL_WAIT_S
 from clientlib.client import CALL_S, NO_CUDA
+from clientlib.interrupted import Turn
 from clientlib.leases import not_native
 from clientlib.process import StaysHere
 from clientlib.recipe import Budget, Outputs, Slots, recipe
@@ -35,7 +37,7 @@ from clientlib.remote.core import Procedure, Remote, deadline_of, full, patience
 from clientlib.remote.layout import Layout, Position, move
 from clientlib.remote.plans import RemotePending, RemotePlan, ended_result, request_of
 from clientlib.remote.streams import RemoteInflow, RemoteSingle, check_layout
-from clientlib.remote.transport import InferAnswer, InferRequest, Streams, Transport
+from clientlib.remote.transport import Answers, InferAnswer, InferRequest, Streams, Transport
 from clientlib.results import InferResult
 from clientlib.streams import Source, Stream
 from clientlib.submission import MAX_PRIORITY, Options, deadline_ns_of
@@ -80,6 +82,7 @@ class RemoteClient(StaysHere):
         self._transport = transport
         self._slots = slots
         self._free = threading.BoundedSemaphore(slots)
+        self.turn = Turn()  # of each call of the transport, and of what waits for one
         process.tell_after_fork(self)
         weakref.finalize(self, _close, transport, process.generation)
 
@@ -280,16 +283,20 @@ class RemoteClient(StaysHere):
         check_layout(layout, self._transport.wire, streams=isinstance(self._transport, Streams))
         assert isinstance(self._transport, Streams)
         request, at, copied = request_of(self.remote, layout, deadline_ns, input_slot, None, options, values)
+        transport = self._transport
         try:
-            self._take_slot(deadline_ns)
-            try:
-                answers = self._transport.stream(request, deadline_of(deadline_ns), self._free.release)
-            except BaseException:
-                self._free.release()
-                raise
+            answers = self.turn.run(lambda: self._stream(transport, request, deadline_ns))
         finally:
             layout.ranges.live.pop(at.output_slot, None)  # its inputs are in the message
         return RemoteInflow((self, plan), self.remote, layout, answers, copied)
+
+    def _stream(self, transport: Streams, request: InferRequest, deadline_ns: int) -> Answers:
+        self._take_slot(deadline_ns)
+        try:
+            return transport.stream(request, deadline_of(deadline_ns), self._free.release)
+        except BaseException:
+            self._free.release()
+            raise
 
     def run(self, layout: Layout, request: InferRequest, at: Position, copied: int, deadline_ns: int) -> InferResult:
         """Run a request whose ranges are claimed and wait for it."""
@@ -297,11 +304,7 @@ class RemoteClient(StaysHere):
             return self.start(None, layout, request, at, copied, deadline_ns).result()
         end: InferAnswer | InferError
         try:
-            self._take_slot(deadline_ns)
-            try:
-                end = self._transport.infer(request, deadline_of(deadline_ns))
-            finally:
-                self._free.release()
+            end = self.turn.run(lambda: self._exchange(request, deadline_ns))
         except InferError as error:
             end = fresh(error)
         except BaseException:
@@ -325,7 +328,7 @@ class RemoteClient(StaysHere):
     ) -> RemotePending:
         """Start a request whose ranges are claimed. `scratch` is given back at its end."""
         try:
-            self._take_slot(deadline_ns)
+            self.turn.run(lambda: self._take_slot(deadline_ns))
         except BaseException:
             layout.ranges.live.pop(at.output_slot, None)
             self.remote.give_back(scratch)
@@ -336,13 +339,23 @@ class RemoteClient(StaysHere):
             self._free.release()
 
         pending = RemotePending((self, plan), layout, at, copied, deadline_ns, freed)
+        self.turn.run(lambda: self._submit(request, deadline_ns, pending))
+        return pending
+
+    def _submit(self, request: InferRequest, deadline_ns: int, pending: RemotePending) -> None:
         try:
             cancel = self._transport.submit(request, deadline_of(deadline_ns), pending.ended)
             pending.submitted(cancel, self._transport.wait)
         except InferError as error:  # it did not start
             pending.ended(error)
             raise
-        return pending
+
+    def _exchange(self, request: InferRequest, deadline_ns: int) -> InferAnswer:
+        self._take_slot(deadline_ns)
+        try:
+            return self._transport.infer(request, deadline_of(deadline_ns))
+        finally:
+            self._free.release()
 
     def _take_slot(self, deadline_ns: int) -> None:
         if self._free.acquire(blocking=False):
@@ -357,7 +370,7 @@ class RemoteClient(StaysHere):
             word = next(steps)
             while True:
                 try:
-                    answer: Any = self._transport.call(word, deadline)
+                    answer: Any = self.turn.run(functools.partial(self._transport.call, word, deadline))
                 except BaseException as error:
                     word = steps.throw(error)
                 else:

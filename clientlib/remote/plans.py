@@ -208,6 +208,7 @@ class RemotePending(StaysHere):
         "_owner",
         "_remote",
         "_settling",
+        "_turn",
         "_wait",
     )
     elsewhere = Pending.elsewhere
@@ -222,12 +223,12 @@ class RemotePending(StaysHere):
         freed: Callable[[], None],
     ) -> None:
         self._owner = owner  # keeps the client, the plan and with it its regions
-        self._remote = owner[0].remote
+        self._remote, self._turn = owner[0].remote, owner[0].turn
         self._layout, self._at, self._copied = layout, at, copied
         self._deadline_ns = deadline_ns
         self._freed = freed
         self._event = threading.Event()
-        self._settling = threading.Lock()
+        self._settling = threading.RLock()  # a signal handler may cancel what the thread below settles
         self._end: InferResult | InferError | None = None
         self._expired = False
         self._cancel: Callable[[], None] | None = None
@@ -266,7 +267,8 @@ class RemotePending(StaysHere):
             ends = deadline_of(self._deadline_ns)
             patience = math.inf if timeout is None else time.monotonic() + seconds(timeout, now=True)
             until = min(ends, patience)
-            if not self._wait(self._event, None if until == math.inf else max(until - time.monotonic(), 0)):
+            remaining = None if until == math.inf else max(until - time.monotonic(), 0)
+            if not self._turn.run(lambda: self._wait(self._event, remaining)):
                 if ends > patience:
                     raise TimeoutError(f"no result within {timeout:g} s; the request goes on")
                 self._expired = True

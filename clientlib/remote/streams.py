@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from clientlib import process
 from clientlib.remote.async_plans import AsyncRemotePending
@@ -19,6 +19,9 @@ from clientlib.responses import not_placed
 from clientlib.results import InferResult
 from shm.errors import Code, InferError
 
+if TYPE_CHECKING:
+    from clientlib.remote.client import RemoteClient
+
 
 def check_layout(layout: Layout, wire: str, *, streams: bool) -> None:
     """Raises InferError for a decoupled model's request that cannot be asked."""
@@ -26,7 +29,7 @@ def check_layout(layout: Layout, wire: str, *, streams: bool) -> None:
         raise InferError(
             Code.UNSUPPORTED,
             f"model '{layout.model}' is decoupled: a request may have several responses or none, which {wire} does not "
-            "carry; connect by grpc://…, or without a wire on the broker's host",
+            "carry; connect by grpc://…, or by ipc://… on the broker's host",
         )
     for name in layout.placed:
         raise not_placed(name)
@@ -38,7 +41,9 @@ class RemoteInflow:
 
     __slots__ = ("_answers", "_copied", "_layout", "_over", "_owner", "_remote")
 
-    def __init__(self, owner: object, remote: Remote, layout: Layout, answers: Answers, copied: int) -> None:
+    def __init__(
+        self, owner: tuple[RemoteClient, object], remote: Remote, layout: Layout, answers: Answers, copied: int
+    ) -> None:
         self._owner = owner
         self._remote = remote
         self._layout = layout
@@ -52,7 +57,7 @@ class RemoteInflow:
         if self._over:
             return None
         try:
-            answer = self._answers.next()
+            answer = self._owner[0].turn.run(self._answers.next)
         except InferError as error:
             raise closed() if self._remote.closed else error from None
         if answer is None or self._over:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import sys
 
 import pytest
 
@@ -331,3 +332,34 @@ def test_cancelling_again_and_again_takes_no_more_room(client, worker):
     assert worker.words[TAIL] == 2
     worker.take(100, NOW, [])
     assert not worker.broken
+
+
+def test_a_signal_handler_finds_the_lock_of_submissions_free(client):
+    """Handlers run after calls, so none may be made while it is held, but for the one that lets it go."""
+    held = []
+
+    def look(frame, event, called):
+        if event in ("call", "c_call") and client._lock.locked() and getattr(called, "__name__", "") != "__exit__":
+            held.append((frame.f_code.co_name, frame.f_lineno))
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        ident, _ = submit(client)
+        cancelled = client.cancel(ident), client.cancel(ident), client.cancel(ident + 1)
+        left = client.abandoned()
+    finally:
+        sys.setprofile(before)
+    assert (cancelled, len(left), held) == ((True, True, False), 1, [])
+
+
+def test_what_does_not_fit_costs_no_slot_and_neither_does_the_end_of_a_channel(client):
+    for _ in range(client.slots + 1):
+        with pytest.raises(struct.error):
+            client.submit(Pending(), PLAN, -1, 0, 0, 0)
+    assert client.outstanding == 0
+    for _ in range(2):
+        pending = [submit(client, position)[1] for position in range(client.slots)]
+        assert client.submit(Pending(), PLAN, 0, 0, 0, 0) == 0
+        assert sorted(map(id, client.abandoned())) == sorted(map(id, pending))
+        assert client.outstanding == 0

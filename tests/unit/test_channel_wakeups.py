@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import struct
-import sys
 import threading
 import time
 
@@ -16,7 +14,7 @@ from shm.client_channel import LATE_MS, SLEEP_MS, ClientChannel
 from shm.errors import Code
 from shm.layout import ARMED, FINAL, SENT, WAITING
 from shm.publishing import HOLD_NS
-from tests.fakes.channel import PLAN, Pending, Plan, Twin, submit, take
+from tests.fakes.channel import PLAN, Plan, Twin, submit, take
 
 
 @pytest.fixture
@@ -375,33 +373,3 @@ def test_a_client_spins_longer_for_what_takes_longer_and_not_at_all_for_what_tak
     looks = next(clock)
     assert slept == [1.0]
     assert looks == pytest.approx(spun_us + 2 if spun_us else 0, abs=1)
-
-
-def test_a_signal_handler_finds_the_lock_of_submissions_free(client):
-    """Handlers run after calls, so none may be made while it is held, but for the one that lets it go."""
-    held = []
-
-    def look(frame, event, called):
-        if event in ("call", "c_call") and client._lock.locked() and getattr(called, "__name__", "") != "__exit__":
-            held.append((frame.f_code.co_name, frame.f_lineno))
-
-    sys.setprofile(look)
-    try:
-        ident, _ = submit(client)
-        cancelled = client.cancel(ident), client.cancel(ident), client.cancel(ident + 1)
-        left = client.abandoned()
-    finally:
-        sys.setprofile(None)
-    assert (cancelled, len(left), held) == ((True, True, False), 1, [])
-
-
-def test_what_does_not_fit_costs_no_slot_and_neither_does_the_end_of_a_channel(client):
-    for _ in range(client.slots + 1):
-        with pytest.raises(struct.error):
-            client.submit(Pending(), PLAN, -1, 0, 0, 0)
-    assert client.outstanding == 0
-    for _ in range(2):
-        pending = [submit(client, position)[1] for position in range(client.slots)]
-        assert client.submit(Pending(), PLAN, 0, 0, 0, 0) == 0
-        assert sorted(map(id, client.abandoned())) == sorted(map(id, pending))
-        assert client.outstanding == 0
