@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from broker.repository.config import ModelConfig
 from broker.repository.loader.where import located
 from broker.repository.scan import scan
 from tests.fakes import models
@@ -85,3 +86,67 @@ def test_what_is_not_in_the_text_is_not_guessed():
         located("model 'm' has no 'x'", "config.pbtxt", 'name: "m"', "m") == "model 'm' has no 'x'\n    in config.pbtxt"
     )
     assert located("config.pbtxt:1: no", "config.pbtxt", "", "m") == "config.pbtxt:1: no"
+
+
+SCHEDULED = """max_batch_size: 8
+input { name: "x" data_type: TYPE_FP32 dims: [ -1 ] }
+output { name: "y" data_type: TYPE_FP32 dims: [ -1 ] }
+%s
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "fix"),
+    [
+        ("instance_group { count: -1 }", "fix: count: 1"),
+        ("instance_group { kind: KIND_GPU }", "fix: kind: KIND_CPU"),
+        ("instance_group { kind: KIND_GPU gpus: 0 }", "fix: kind: KIND_CPU, without gpus"),
+        ("instance_group { kind: KIND_CPU gpus: 0 }", "fix: leave 'gpus' out"),
+        ("dynamic_batching { preferred_batch_size: [ 4, 16 ] }", "fix: leave 16 out, or max_batch_size: 16"),
+        ("dynamic_batching { preferred_batch_size: -1 }", "fix: leave it out"),
+        ("dynamic_batching { priority_levels: 2 default_priority_level: 3 }", "fix: default_priority_level: 2"),
+        ("dynamic_batching { priority_levels: 2 }", "fix: default_priority_level: 1"),
+        ("dynamic_batching { priority_queue_policy { key: 3 } }", "fix: priority_levels: 3 or more"),
+        ("sequence_batching { } response_cache { enable: true }", "fix: remove response_cache"),
+        ("sequence_batching { iterative_sequence: true }", "fix: model_transaction_policy { decoupled: true }"),
+        (
+            'sequence_batching { control_input { name: "c" control { kind: CONTROL_SEQUENCE_CORRID } } }',
+            "fix: data_type, as the model file has it for this input",
+        ),
+    ],
+)
+def test_a_setting_is_shown_with_its_line_and_the_edit(tmp_path, setting, fix):
+    lines = reason_of(tmp_path, models.add1(), SCHEDULED % setting).split("\n")
+    assert lines[1] == f"    {tmp_path}/m/config.pbtxt:4: {setting}"
+    assert lines[2:] == [f"    {fix}"]
+
+
+def test_the_line_of_a_file_that_is_missing(tmp_path):
+    sample = 'inputs { key: "x" value { data_type: TYPE_FP32 dims: 1 input_data_file: "raw" } }'
+    reason = reason_of(tmp_path, models.add1(), SCHEDULED % f'model_warmup {{\nname: "w" batch_size: 1\n{sample} }}')
+    assert f"\n    {tmp_path}/m/config.pbtxt:6: {sample}" in reason
+
+
+@pytest.mark.parametrize(
+    ("group", "gpus", "first", "last"),
+    [
+        ("", (), "kind KIND_CPU, but 'tensorrt_plan' needs a GPU, there is none here: no driver", "platform: "),
+        (
+            "instance_group { kind: KIND_GPU }",
+            (),
+            "no GPUs are available: no driver",
+            "needs a GPU, there is none here",
+        ),
+        ("instance_group { kind: KIND_CPU }", (0,), "but 'tensorrt_plan' needs a GPU", "fix: kind: KIND_GPU"),
+    ],
+)
+def test_a_plan_needs_a_gpu(tmp_path, monkeypatch, group, gpus, first, last):
+    monkeypatch.setattr("broker.repository.loader.backend._installed", lambda: ["tensorrt"])
+    config = SCHEDULED % f'platform: "tensorrt_plan" {group}'
+    models.write_model(tmp_path, "m", None, config=config)
+    lines = run(tmp_path, gpus=gpus, no_gpus="no driver").reason.split("\n")
+    assert first in lines[0]
+    assert last in lines[-1]
+    (tmp_path / "m" / "backend.py").write_text("def load(context): ...\n")
+    own = run(tmp_path, gpus=gpus)
+    assert isinstance(own, ModelConfig) or "needs a GPU" not in own.reason

@@ -36,6 +36,7 @@ from shm.datatypes import BYTES, element_size
 
 DROP_OLDEST = "drop_oldest"  # model parameter: what a full queue gives up
 MAX_WARM_UPS = 100_000  # runs of one sample on one instance
+_FIELDS = {"warmup": "model_warmup", "initial_state": "sequence_batching[0].state"}  # what has files in which directory
 MAX_ALL_DATA = 32 << 20  # bytes of all data files of a model, within what one message of the loader may have
 
 _Config: TypeAlias = model_config_pb2.ModelConfig
@@ -279,7 +280,11 @@ def _data_file(model: ModelDirectory, directory: str, name: str, where: str) -> 
     path = named(model, root, name)
     if path is None:
         raise ModelError(f"{where}: data file {name!r} must lie in {root}")
-    return read_file(path, MAX_DATA_FILE, f"{MAX_DATA_FILE >> 20} MiB"), os.path.realpath(path)
+    try:
+        return read_file(path, MAX_DATA_FILE, f"{MAX_DATA_FILE >> 20} MiB"), os.path.realpath(path)
+    except ModelError as error:
+        error.field, error.value = _FIELDS[directory], name
+        raise
 
 
 def _check_size(data: bytes, kind: str, dims: Sequence[int], where: str) -> None:

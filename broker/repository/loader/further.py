@@ -16,7 +16,7 @@ from tritonclient.grpc import model_config_pb2
 
 from broker.repository.config import LoadFailure
 from broker.repository.loader.backend import ENSEMBLE, fill_backend
-from broker.repository.loader.complete import comparisons, complete
+from broker.repository.loader.complete import comparisons, complete, made_inputs
 from broker.repository.loader.convert_scheduling import warm_up
 from broker.repository.loader.failure import ModelError
 from broker.repository.loader.files import read_file
@@ -109,13 +109,14 @@ class _Search:
         return found[0] if self._tried(read) else None
 
     def _rules(self, config: model_config_pb2.ModelConfig, version: ReadVersion | None) -> bool:
-        """Are the tensors right, so that they can be compared with others?"""
+        """Are the tensors right, and what makes tensors for the model, so that they can be compared with others?"""
         tensors = () if version is None else (*version.signature.inputs, *version.signature.outputs)
         scalars = frozenset(tensor.name for tensor in tensors if tensor.shape == ())
         are_right = self._each(tensor_rules(config, self._model, scalars))
-        if 0 <= config.max_batch_size <= MAX_BATCH:
-            self._each(setting_rules(config, self._request.gpus, self._request.no_gpus))
-        return are_right
+        if not 0 <= config.max_batch_size <= MAX_BATCH:
+            return False
+        settings = self._each(setting_rules(config, self._request.gpus, self._request.no_gpus))
+        return are_right and (settings or not made_inputs(config))
 
     def _each(self, rules: Iterable[Callable[[], object]]) -> bool:
         return all([self._tried(rule) for rule in rules])

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from tritonclient.grpc import model_config_pb2
 
+from broker.repository.loader.backend import CUSTOM_BACKEND
 from broker.repository.loader.failure import ModelError
 from broker.repository.loader.files import named
 from broker.repository.loader.validate_scheduling import (
@@ -26,6 +27,8 @@ MAX_RANK = 63  # plus the batch dimension; a request's shape has at most 64
 MAX_NAME = 256  # characters of a tensor name, as in requests
 MAX_BATCH = 65534  # rows of a batch: positions and rows travel as 16 bits
 
+_DYNAMIC = "dynamic_batching[0]"  # where its fields stand, as in `ModelError.field`
+
 _Config: TypeAlias = model_config_pb2.ModelConfig
 _Group = model_config_pb2.ModelInstanceGroup
 _Input = model_config_pb2.ModelInput
@@ -39,16 +42,20 @@ def validate(
 
     `scalars`: tensors that have no dimensions in the model file; for them alone an empty reshape is right.
     """
-    for rule in (*tensor_rules(config, model, scalars), *setting_rules(config, gpus, no_gpus)):
+    for rule in (*tensor_rules(config, model, scalars), *setting_rules(config, model, gpus, no_gpus)):
         rule()
 
 
-def setting_rules(config: _Config, gpus: Sequence[int], no_gpus: str) -> Iterator[Callable[[], None]]:
+def setting_rules(
+    config: _Config, model: ModelDirectory, gpus: Sequence[int], no_gpus: str
+) -> Iterator[Callable[[], None]]:
     """The rules for what stands beside tensors: each raises ModelError if it is broken, and needs no other."""
     if config.HasField("dynamic_batching"):
         yield partial(_validate_dynamic_batching, config.dynamic_batching, config.max_batch_size, config.name)
     yield from scheduling_rules(config)
-    yield partial(_validate_instance_groups, config, gpus, no_gpus)
+    own_code = os.path.isfile(os.path.join(model.path, CUSTOM_BACKEND))
+    gpu_only = config.platform == "tensorrt_plan" and not own_code
+    yield partial(_validate_instance_groups, config, gpus, no_gpus, gpu_only)
 
 
 def tensor_rules(config: _Config, model: ModelDirectory, scalars: frozenset[str]) -> Iterator[Callable[[], None]]:
@@ -77,6 +84,7 @@ def _validate_present(config: _Config, kind: str) -> None:
     if not getattr(config, kind):
         raise ModelError(
             f"must specify one or more '{kind}'s for {config.name}: nothing could be taken from a model file"
+            f'\n    fix: in config.pbtxt: {kind} {{ name: "…" data_type: TYPE_FP32 dims: [ -1 ] }}'
         )
 
 
@@ -157,16 +165,27 @@ def _validate_label_file(text: Any, model: ModelDirectory) -> None:
 
 
 def _validate_dynamic_batching(batching: Any, max_batch_size: int, name: str) -> None:
-    validate_preferred(batching.preferred_batch_size, max_batch_size, "dynamic batching preferred size", name)
+    validate_preferred(batching.preferred_batch_size, max_batch_size, "dynamic batching preferred size", name, _DYNAMIC)
     levels = batching.priority_levels
     if levels > 2**16:
-        raise ModelError(f"dynamic batching priority levels must be at most {2**16} for {name}, got {levels}")
+        raise ModelError(
+            f"dynamic batching priority levels must be at most {2**16} for {name}, got {levels}",
+            f"{_DYNAMIC}.priority_levels",
+        )
     if levels and not 1 <= batching.default_priority_level <= levels:
         raise ModelError(
             f"default priority level must be in range [1, {levels}] for {name}, got {batching.default_priority_level}"
+            f"\n    fix: default_priority_level: {min(levels, max(1, batching.default_priority_level))}",
+            f"{_DYNAMIC}.{'default_priority_level' if batching.default_priority_level else 'priority_levels'}",
         )
-    if any(not 1 <= level <= levels for level in batching.priority_queue_policy):
-        raise ModelError(f"priority queue policy must have priority level in range [1, {levels}] for {name}")
+    for level in batching.priority_queue_policy:
+        if not 1 <= level <= levels:
+            raise ModelError(
+                f"priority queue policy must have priority level in range [1, {levels}] for {name}"
+                f"\n    fix: {f'key: 1 to {levels}, or ' if levels else ''}priority_levels: {max(1, level)} or more",
+                f"{_DYNAMIC}.priority_queue_policy",
+                str(level),
+            )
     policies = [batching.default_queue_policy, *batching.priority_queue_policy.values()]
     if batching.preserve_ordering:
         if levels > 1:
@@ -176,32 +195,42 @@ def _validate_dynamic_batching(batching: Any, max_batch_size: int, name: str) ->
                 f"Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true for {name}"
             )
     if any(policy.timeout_action not in _Policy.TimeoutAction.values() for policy in policies):
-        raise ModelError(f"queue policy must have timeout_action REJECT or DELAY for {name}")
+        raise ModelError(
+            f"queue policy must have timeout_action REJECT or DELAY for {name}", f"{_DYNAMIC}.default_queue_policy"
+        )
     validate_microseconds("max_queue_delay_microseconds", batching.max_queue_delay_microseconds, name)
     for policy in policies:
         validate_microseconds("default_timeout_microseconds", policy.default_timeout_microseconds, name)
 
 
-def _validate_instance_groups(config: _Config, gpus: Sequence[int], no_gpus: str) -> None:
-    for group in config.instance_group:
+def _validate_instance_groups(config: _Config, gpus: Sequence[int], no_gpus: str, gpu_only: bool) -> None:
+    for index, group in enumerate(config.instance_group):
         title = f"instance group {group.name} of model {config.name}"
+        field = f"instance_group[{index}]"
         if group.kind not in _Group.Kind.values():
             raise ModelError(f"{title} has an unknown kind {group.kind}")
         if group.count < 1:
-            raise ModelError(f"{title} has count {group.count}, it must be positive")
-        for problem in _gpu_problems(group, gpus, no_gpus and f": {no_gpus}"):
-            raise ModelError(f"{title} {problem}")
+            raise ModelError(
+                f"{title} has count {group.count}, it must be positive\n    fix: count: 1",
+                f"{field}.count",
+                str(group.count),
+            )
+        for problem, name in _gpu_problems(group, gpu_only, gpus, no_gpus and f": {no_gpus}"):
+            raise ModelError(f"{title} {problem}", f"{field}.{name}")
         _validate_profiles(config, group, f"{title} and platform {config.platform}")
     names = config.parameters["worker_group"].string_value.split(",") if "worker_group" in config.parameters else ()
     if len(names) > max(1, len(config.instance_group)):
         raise ModelError(
             f"parameter worker_group of model {config.name} names {len(names)} groups, one for each instance_group, of "
-            f"which there are {len(config.instance_group)}"
+            f"which there are {len(config.instance_group)}",
+            "parameters",
+            "worker_group",
         )
     instances = sum(group.count * max(1, len(group.gpus)) for group in config.instance_group)
     if instances > MAX_INSTANCES:
         raise ModelError(
-            f"instance groups of model {config.name} ask for {instances} instances, the limit is {MAX_INSTANCES}"
+            f"instance groups of model {config.name} ask for {instances} instances, the limit is {MAX_INSTANCES}",
+            "instance_group",
         )
 
 
@@ -221,18 +250,25 @@ def _validate_profiles(config: _Config, group: Any, title: str) -> None:
             )
 
 
-def _gpu_problems(group: Any, gpus: Sequence[int], why: str) -> Iterator[str]:
+def _gpu_problems(group: Any, gpu_only: bool, gpus: Sequence[int], why: str) -> Iterator[tuple[str, str]]:
+    """What is wrong, and in which field of the group."""
     kind = _Group.Kind.Name(group.kind)
     if group.kind != _Group.KIND_GPU:
         if group.gpus and group.kind == _Group.KIND_CPU:
-            yield f"has kind {kind} but specifies one or more GPUs"
+            yield f"has kind {kind} but specifies one or more GPUs\n    fix: leave 'gpus' out", "gpus"
+        if gpu_only:
+            rest = "\n    fix: kind: KIND_GPU" if gpus else f", there is none here{why}"
+            yield f"has kind {kind}, but 'tensorrt_plan' needs a GPU{rest}", "kind"
         return
     if not gpus:
-        yield f"has kind {kind} but no GPUs are available{why}"
+        fix = f"kind: KIND_CPU{', without gpus' if group.gpus else ''}"
+        need = "tensorrt_plan needs a GPU, there is none here" if gpu_only else f"fix: {fix}"
+        yield f"has kind {kind} but no GPUs are available{why}\n    {need}", "kind"
     for gpu in group.gpus:
         if gpu not in gpus:
             available = ", ".join(map(str, gpus))
             yield (
                 f"specifies invalid or unsupported gpu id {gpu}. GPUs with at least the minimum required CUDA compute "
-                f"compatibility of 6.000000 are: {available}{why}"
+                f"compatibility of 6.000000 are: {available}{why}",
+                "gpus",
             )

@@ -13,17 +13,18 @@ from tritonclient.grpc import model_config_pb2
 from broker.repository.loader.failure import ModelError
 
 MAX_STEPS = 256
+_REMOVE = "\n    fix: remove it"
 
 
 def validate_ensemble(config: model_config_pb2.ModelConfig) -> None:
     """Raise ModelError at the first rule that is broken."""
     name = config.name
     if config.model_warmup:
-        raise ModelError(f"model_warmup can not be specified for ensemble '{name}'")
+        raise ModelError(f"model_warmup can not be specified for ensemble '{name}'{_REMOVE}", "model_warmup")
     if config.instance_group:
-        raise ModelError(f"instance group should not be specified for ensemble '{name}'")
+        raise ModelError(f"instance group should not be specified for ensemble '{name}'{_REMOVE}", "instance_group")
     if config.HasField("optimization"):
-        raise ModelError(f"optimization should not be specified for ensemble '{name}'")
+        raise ModelError(f"optimization should not be specified for ensemble '{name}'{_REMOVE}", "optimization")
     steps = config.ensemble_scheduling.step
     if not steps:
         raise ModelError(f"must specify 'step' for ensemble '{name}'")

@@ -35,6 +35,8 @@ _CORRIDS = (
     model_config_pb2.TYPE_INT32,
     model_config_pb2.TYPE_STRING,
 )
+_CONTROLS = "sequence_batching[0].control_input"  # where they stand, as in `ModelError.field`
+_NO_CACHE = "\n    fix: remove response_cache"
 _ONE_OF = "either 'int32_false_true', 'fp32_false_true' or 'bool_false_true'"
 
 
@@ -60,7 +62,8 @@ def _validate_resources(config: _Config, group: Any) -> None:
         if not resource.name or resource.count < 1:
             raise ModelError(
                 f"rate limiter resources of instance group '{group.name}' must have a name and a count of at least "
-                f"1 for {config.name}"
+                f"1 for {config.name}",
+                f"instance_group[{list(config.instance_group).index(group)}].rate_limiter",
             )
 
 
@@ -80,18 +83,30 @@ def validate_size(what: str, text: Any, rows: int, name: str) -> None:
 def _validate_cache(config: _Config) -> None:
     prefix = f"Response Cache does not currently support model {config.name}"
     if config.HasField("sequence_batching"):
-        raise ModelError(f"{prefix} with sequence batching scheduler. Please disable the response cache.")
+        raise ModelError(
+            f"{prefix} with sequence batching scheduler. Please disable the response cache.{_NO_CACHE}",
+            "response_cache",
+        )
     if config.model_transaction_policy.decoupled:
-        raise ModelError(f"{prefix} with 'decoupled' transaction policy. Please disable the response cache.")
+        raise ModelError(
+            f"{prefix} with 'decoupled' transaction policy. Please disable the response cache.{_NO_CACHE}",
+            "response_cache",
+        )
 
 
-def validate_preferred(sizes: Sequence[int], max_batch_size: int, what: str, name: str) -> None:
-    """Preferred batch sizes of any scheduler."""
+def validate_preferred(sizes: Sequence[int], max_batch_size: int, what: str, name: str, scheduler: str) -> None:
+    """Preferred batch sizes of any scheduler. `scheduler`: its field, as in `ModelError.field`."""
+    field = f"{scheduler}.preferred_batch_size"
     for size in sizes:
         if size <= 0:
-            raise ModelError(f"{what} must be positive for {name}, got {size}")
+            raise ModelError(f"{what} must be positive for {name}, got {size}\n    fix: leave it out", field, str(size))
         if size > max_batch_size:
-            raise ModelError(f"{what} must be <= max batch size for {name}: {size} > {max_batch_size}")
+            raise ModelError(
+                f"{what} must be <= max batch size for {name}: {size} > {max_batch_size}"
+                f"\n    fix: leave {size} out, or max_batch_size: {size}",
+                field,
+                str(size),
+            )
 
 
 def validate_microseconds(field: str, value: int, name: str) -> None:
@@ -110,18 +125,24 @@ def validate_sequence(config: _Config) -> None:
     if batching.HasField("oldest"):
         oldest = batching.oldest
         what = "sequence batching preferred batch size"
-        validate_preferred(oldest.preferred_batch_size, config.max_batch_size, what, name)
+        field = "sequence_batching[0].oldest[0]"
+        validate_preferred(oldest.preferred_batch_size, config.max_batch_size, what, name, field)
         validate_microseconds("max_queue_delay_microseconds", oldest.max_queue_delay_microseconds, name)
         if not 0 <= oldest.max_candidate_sequences <= MAX_CANDIDATES:
             raise ModelError(f"'max_candidate_sequences' must be in range [0, {MAX_CANDIDATES}] for {name}")
     else:
         if not 0.0 <= batching.direct.minimum_slot_utilization <= 1.0:
-            raise ModelError(f"sequence batching minimum slot utilization must be in range (0.0, 1.0] for {name}")
+            raise ModelError(
+                f"sequence batching minimum slot utilization must be in range (0.0, 1.0] for {name}",
+                "sequence_batching[0].direct[0].minimum_slot_utilization",
+            )
         validate_microseconds("max_queue_delay_microseconds", batching.direct.max_queue_delay_microseconds, name)
     validate_microseconds("max_sequence_idle_microseconds", batching.max_sequence_idle_microseconds, name)
     if batching.iterative_sequence and not config.model_transaction_policy.decoupled:
         raise ModelError(
             f"iterative_sequence needs model_transaction_policy {{ decoupled: true }} for {name}: each pass may respond"
+            "\n    fix: model_transaction_policy { decoupled: true }",
+            "sequence_batching[0].iterative_sequence",
         )
     if any(text.allow_ragged_batch for text in config.input) and batching.state:
         raise ModelError(f"allow_ragged_batch cannot be combined with sequence_batching.state for {name}")
@@ -133,7 +154,7 @@ def _validate_controls(batching: Any, name: str) -> None:
     kinds: set[int] = set()
     for control_input in batching.control_input:
         if not control_input.name:
-            raise ModelError(f"sequence batching control tensor must have a name for {name}")
+            raise ModelError(f"sequence batching control tensor must have a name for {name}", _CONTROLS)
         if control_input.name in tensors or len(control_input.control) > 1:
             raise ModelError(
                 f"sequence batching control tensor '{control_input.name}' is specified for multiple control kinds for "
@@ -143,7 +164,7 @@ def _validate_controls(batching: Any, name: str) -> None:
         for control in control_input.control:
             kind = control_kind(control)
             if control.kind in kinds:
-                raise ModelError(f"sequence batching specifies multiple {kind} tensors for {name}")
+                raise ModelError(f"sequence batching specifies multiple {kind} tensors for {name}", _CONTROLS, kind)
             kinds.add(control.kind)
             if control.kind == _Control.CONTROL_SEQUENCE_CORRID:
                 _validate_corrid(control, name)
@@ -160,11 +181,13 @@ def control_kind(control: Any) -> str:
 def _validate_flag(control: Any, kind: str, name: str) -> None:
     given = [field for field in FLAGS if getattr(control, field)]
     if not given:
-        raise ModelError(f"sequence batching must specify {_ONE_OF} for {kind} for {name}")
+        raise ModelError(f"sequence batching must specify {_ONE_OF} for {kind} for {name}", _CONTROLS, kind)
     if len(given) > 1:
         raise ModelError(
             "sequence batching specifies more than one from 'int32_false_true', 'fp32_false_true' and "
-            f"'bool_false_true' for {kind} for {name}"
+            f"'bool_false_true' for {kind} for {name}",
+            _CONTROLS,
+            kind,
         )
     if len(getattr(control, given[0])) != 2:
         raise ModelError(f"sequence batching control '{given[0]}' must have exactly 2 entries for {kind} for {name}")
@@ -172,11 +195,18 @@ def _validate_flag(control: Any, kind: str, name: str) -> None:
 
 def _validate_corrid(control: Any, name: str) -> None:
     if any(getattr(control, field) for field in FLAGS):
-        raise ModelError(f"sequence batching must not specify {_ONE_OF} for CONTROL_SEQUENCE_CORRID for {name}")
+        raise ModelError(
+            f"sequence batching must not specify {_ONE_OF} for CONTROL_SEQUENCE_CORRID for {name}",
+            _CONTROLS,
+            "CONTROL_SEQUENCE_CORRID",
+        )
     if control.data_type not in _CORRIDS:
         raise ModelError(
             f"unexpected data type for control CONTROL_SEQUENCE_CORRID for {name}. Allowed data types are TYPE_UINT64, "
             "TYPE_INT64, TYPE_UINT32, TYPE_INT32 and TYPE_STRING"
+            "\n    fix: data_type, as the model file has it for this input",
+            _CONTROLS,
+            "CONTROL_SEQUENCE_CORRID",
         )
 
 
