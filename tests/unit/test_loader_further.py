@@ -80,7 +80,16 @@ def test_what_is_independent_is_told_at_once(tmp_path, text, parts):
         assert any(part in reason for reason in found), (part, found)
 
 
-@pytest.mark.parametrize("text", [f"max_batch_size: -1 {IO}", "{", f"max_batch_size: 4 {IO} foo: {{ a: \n", "\xff"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"max_batch_size: -1 {IO} dynamic_batching {{ preferred_batch_size: 2 }}",
+        f'max_batch_size: 4 {IO} batch_input {{ target_name: "x" data_type: TYPE_FP32 source_input: "x" }}',
+        f"max_batch_size: 4 {IO} foo: {{ a: \n",
+        "{",
+        "\xff",
+    ],
+)
 def test_one_error_is_one(tmp_path, text):
     assert len(reasons(tmp_path, text)) == 1
 

@@ -115,7 +115,7 @@ class _Search:
         are_right = self._each(tensor_rules(config, self._model, scalars))
         if not 0 <= config.max_batch_size <= MAX_BATCH:
             return False
-        settings = self._each(setting_rules(config, self._request.gpus, self._request.no_gpus))
+        settings = self._each(setting_rules(config, self._model, self._request.gpus, self._request.no_gpus))
         return are_right and (settings or not made_inputs(config))
 
     def _each(self, rules: Iterable[Callable[[], object]]) -> bool:
