@@ -75,6 +75,7 @@ class AsyncReach:
                     welcome = await session.drive(self._native.greet(), deadline)
                     # Of all regions: that it takes longer than whoever comes first has must not be their end.
                     await session.drive(self._native.attach(), max(deadline, self._loop.time() + RECONNECT_S))
+                    await session.drive(self._native.leases.attach(), deadline)
                 except BaseException as error:
                     session.close()
                     # One that is just going down answers no more; its successor will.

@@ -364,6 +364,7 @@ class Client(StaysHere):
                     welcome = drive(session, self.native.greet(), deadline, patience)
                     # Of all regions: that it takes longer than whoever comes first has must not be their end.
                     session.drive(self.native.attach(), max(deadline, time.monotonic() + RECONNECT_S))
+                    session.drive(self.native.leases.attach(), deadline)
                 except BaseException as error:
                     session.close()
                     # One that is just going down answers no more; its successor will.

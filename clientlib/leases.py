@@ -56,7 +56,10 @@ class Leases:
             raise
 
     def attach(self) -> Procedure[None]:
-        """Take them on a new session. What is not there any more is found missing by whoever uses it."""
+        """Take them on a new session, which asking is enough for: whoever comes first need not wait for their loads.
+
+        What is not there any more is found missing by whoever uses it.
+        """
         for message in tuple(self._held.values()):
             try:
                 yield Call(message)

@@ -128,10 +128,9 @@ class Native(Generic[L]):
         return reply
 
     def attach(self) -> Procedure[None]:
-        """Register on a new session what was registered on the one before, and take its leases."""
+        """Register on a new session what was registered on the one before."""
         yield from attach_regions(self.regions, self._store.regions())
         yield from self.orders.attach()
-        yield from self.leases.attach()
 
     def call(
         self, link: Link[L], message: messages.Message, expects: int, fds: Sequence[int] = ()

@@ -44,8 +44,8 @@ def deadlines(monkeypatch, small_broker):
 
     def result():
         submitted = [each / 1e9 for each in small_broker.deadlines]
-        # Connecting came before: two procedures.
-        return [*seen[2:], *submitted], asked_at[0]
+        # Connecting came before: three procedures.
+        return [*seen[3:], *submitted], asked_at[0]
 
     return result
 
