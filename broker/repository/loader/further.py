@@ -47,7 +47,7 @@ def further(model: ModelDirectory, request: LoadRequest, failure: LoadFailure) -
     search = _Search(model, request)
     with contextlib.suppress(Exception):  # what `load` has answered already is more than nothing
         search.run()
-    found = dict.fromkeys(located_in(error, model, request) for error in search.errors)
+    found = dict.fromkeys(located_in(error, model, request) for error in search.errors[: MOST + 1])
     return tuple(reason for reason in found if reason != failure.reason)[:MOST]
 
 
