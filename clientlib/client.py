@@ -78,7 +78,8 @@ class Client(StaysHere):
         self._closing = threading.Event()
         self._turn = Turn()
         self._connect(deadline, wait=False)
-        weakref.finalize(self, self.native.close)
+        # Not at exit: daemon threads that call until then would all print that it was closed. The process ends it, too.
+        weakref.finalize(self, self.native.close).atexit = False
 
     # --- models ----------------------------------------------------------------------------------------------------
 
