@@ -53,6 +53,8 @@ def connect(
     `slots`: requests in flight per thread (remote: per client); `spin_us`: how long a waiting thread spins before it
     sleeps (0: never). `headers`: name → value, sent with every request over a wire, for a server that restricts APIs
     (gRPC's names with their prefix "triton-grpc-protocol-").
+    One client serves all threads of a process. A signal handler that calls it in the middle of another call gets
+    InferError UNSUPPORTED wherever it would have to wait for that call.
     Raises InferError UNAVAILABLE when there is no broker, or "starting: 3 of 7 models" after `timeout` seconds.
     """
     patience_s, slots, spin_s = seconds(timeout), whole(slots, "slots", 1, MAX_SLOTS), _spin_s(spin_us)

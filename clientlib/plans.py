@@ -73,7 +73,11 @@ class Plan(StaysHere):
         sequence_start: bool = False,
         sequence_end: bool = False,
     ) -> InferResult:
-        """Run the model and wait. Raises InferError; UNAVAILABLE at the deadline, even if the model runs on."""
+        """Run the model and wait. Raises InferError; UNAVAILABLE at the deadline, even if the model runs on.
+
+        What interrupts it, a KeyboardInterrupt or a signal handler's exception, does not end the run either: until that
+        has ended, requests with the same positions are refused.
+        """
         deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
         try:
             pending = self._start(

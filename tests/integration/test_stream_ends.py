@@ -282,6 +282,27 @@ def test_a_client_that_dies_in_the_middle(streaming, client):
     assert works(client)
 
 
+LEAVER = """
+import sys, threading, numpy as np, clientlib
+client = clientlib.connect(sys.argv[1])
+def calls():
+    while True:
+        client.infer("add1", {"x": np.ones((1, 4), np.float32)})
+        called.set()
+for _ in range(4):
+    called = threading.Event()
+    threading.Thread(target=calls, daemon=True).start()
+    assert called.wait(60)
+"""
+
+
+def test_a_process_that_ends_while_daemon_threads_call_ends_quietly(streaming):
+    command = [sys.executable, "-c", LEAVER, str(streaming.directory)]
+    root = str(Path(__file__).parent.parent.parent)
+    end = subprocess.run(command, cwd=root, capture_output=True, timeout=120, check=False)
+    assert (end.returncode, end.stdout, end.stderr) == (0, b"", b"")
+
+
 def test_a_worker_that_dies_in_the_middle(client):
     stream = client.stream("acts", acts(10, death=3))
     seen: list[clientlib.InferResult] = []
