@@ -255,4 +255,8 @@ class LoopLanes:
         return list(self._by_worker.values())
 
     def end(self) -> None:
-        """The session has ended. The loop watches the lanes, and closes each when its worker has let go of it."""
+        """The session has ended. The loop watches the lanes, and closes each when its worker has let go of it.
+
+        Each refers to its link, and that to this object: they would wait for Python's collector.
+        """
+        self._by_worker.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 import weakref
@@ -199,6 +200,21 @@ class TestLostSessions:
         small_broker.start()
         client.models()
         assert lane() is None
+
+    def test_of_an_event_loop(self, small_broker):
+        async def main():
+            client = await clientlib.connect_async(f"ipc://{small_broker.directory}")
+            await client.infer("double", {"x": np.ones((1, 1), np.float32)})
+            (lane,) = self.lanes_of(client)
+            small_broker.stop()
+            small_broker.start()
+            await client.models()
+            async with asyncio.timeout(60):
+                while lane() is not None:  # noqa: ASYNC110  the loop has to see that the worker is gone
+                    await asyncio.sleep(0)
+            await client.close()
+
+        asyncio.run(main())
 
     def test_closing_tells_who_waits_on_one(self, small_broker):
         client = connect(small_broker)
