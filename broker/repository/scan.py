@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -120,7 +121,7 @@ def scan(repositories: Sequence[str]) -> Repositories:
             try:
                 check_model_name(name)
             except InferError as error:
-                failures[name] = error.message
+                failures[name] = f"{error.message}\n    fix: rename the directory, for instance to {_plain(name)}"
                 continue
             if name in models or name in failures:
                 other = models.pop(name, None)
@@ -133,6 +134,12 @@ def scan(repositories: Sequence[str]) -> Repositories:
             else:
                 models[name] = ModelDirectory(name, os.path.join(root, name), root)
     return Repositories(models, failures, errors, frozenset(in_several))
+
+
+def _plain(name: str) -> str:
+    """A model name that is as near to `name` as may be."""
+    letters = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode()
+    return re.sub(r"[^A-Za-z0-9_.+-]+", "_", letters).lstrip(".+-")[:255] or "model"
 
 
 def unreadable(repositories: Sequence[str]) -> list[str]:
@@ -182,6 +189,11 @@ def list_versions(model: ModelDirectory) -> Versions:
 def why_no_version(path: str) -> str:
     """What somebody may have meant who made a model directory without a version, as a line to add; or ""."""
     with contextlib.suppress(OSError):
+        repository, name = os.path.split(path)
+        if _VERSION.fullmatch(name) and misplaced(repository):
+            return (
+                f"\n    fix: '{name}' is a version of a model: give {os.path.dirname(repository)} as a model repository"
+            )
         if files := _model_files(path):
             return f"\n    fix: move {files[0]} into {os.path.join(path, '1')}"
         for name in _subdirectories(path):

@@ -38,6 +38,13 @@ def sequence(*parts: str, more: str = "") -> str:
     return f"max_batch_size: 4 {more} sequence_batching {{ {' '.join(parts)} }}"
 
 
+def test_the_first_kind_of_control_is_explained_too(tmp_path):
+    start = START.replace("kind: CONTROL_SEQUENCE_START ", "")
+    config = config_of(tmp_path, accumulator(), sequence(start, CORRID, STATE + "}"), explain=True)
+    assert config.explanation.count("kind: CONTROL_SEQUENCE_START") == 1
+    assert config_of(tmp_path, accumulator(), config.explanation).sequence_batching == config.sequence_batching
+
+
 def test_tensors_that_no_client_sends_are_not_inputs(tmp_path):
     config = config_of(tmp_path, accumulator(), sequence(START, CORRID, STATE + "}"))
     assert [tensor.name for tensor in config.input] == ["x"]

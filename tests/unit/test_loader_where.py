@@ -10,7 +10,7 @@ from broker.repository.config import ModelConfig
 from broker.repository.loader.where import located
 from broker.repository.scan import scan
 from tests.fakes import models
-from tests.fakes.loading import reason_of, run
+from tests.fakes.loading import config_of, reason_of, run
 
 TENSORS = """name: "m"
 max_batch_size: 4
@@ -150,3 +150,57 @@ def test_a_plan_needs_a_gpu(tmp_path, monkeypatch, group, gpus, first, last):
     (tmp_path / "m" / "backend.py").write_text("def load(context): ...\n")
     own = run(tmp_path, gpus=gpus)
     assert isinstance(own, ModelConfig) or "needs a GPU" not in own.reason
+
+
+def test_what_the_text_is_instead(tmp_path):
+    for text, advice in (
+        (
+            '{"name": "m"}',
+            "this is JSON: config.pbtxt is written without the outer braces and without quotes around names",
+        ),
+        ("name: m\ninput:\n  - name: x\n", 'fix: "m", in quotes; a list is [ { … }, { … } ], not YAML\'s -'),
+        ("name: m", 'fix: "m", in quotes'),
+        ("name: “m”", 'fix: plain quotes, "'),
+        ("// a comment", "fix: comments begin with #"),
+        ("max_batch_size: 8.0", "fix: 8"),
+        ('parameters { key: "k" value: "4" }', 'fix: value { string_value: "4" }'),
+        ('platform: "onnx_runtime"', "did you mean 'onnxruntime_onnx'?"),
+        ('platform: "libtorch"', "did you mean 'pytorch_libtorch'?"),
+        (
+            'input { name: "${in}" data_type: TYPE_FP32 dims: -1 }',
+            "unfilled placeholders: ${in}: fill in this template first",
+        ),
+    ):
+        lines = reason_of(tmp_path, models.add1(), text).split("\n")
+        assert lines[-1] == f"    {advice}"
+        assert any(f"{tmp_path}/m/config.pbtxt:1:" in line for line in lines), lines
+
+
+def test_a_mark_before_the_text_is_nothing(tmp_path):
+    assert config_of(tmp_path, models.add1(), "\ufeffmax_batch_size: 3").max_batch_size == 3
+
+
+def test_backends_of_triton_that_are_not_here(tmp_path):
+    reason = reason_of(tmp_path, models.add1(), 'backend: "python"')
+    assert "Python models (model.py) are not supported yet: docs/backends.md shows how" in reason
+    reason = reason_of(tmp_path, models.add1(), 'backend: "openvino"')
+    assert "needs backend 'openvino', which is not there yet; installed are: " in reason
+    assert "did you mean" not in reason
+
+
+def test_code_of_ones_own_says_its_tensors(tmp_path):
+    models.write_model(tmp_path, "m")
+    (tmp_path / "m" / "backend.py").write_text("def load(context): ...\n")
+    assert run(tmp_path).reason.endswith('fix: in config.pbtxt: input { name: "…" data_type: TYPE_FP32 dims: [ -1 ] }')
+
+
+def test_a_model_given_as_a_repository_has_one_fix(tmp_path):
+    models.write_model(tmp_path, "m", models.add1())
+    version = run(tmp_path / "m", "1")
+    assert version.reason.endswith(f"fix: '1' is a version of a model: give {tmp_path} as a model repository")
+
+
+@pytest.mark.parametrize(("name", "plain"), [("my model", "my_model"), ("modèle", "modele"), ("+", "model")])
+def test_a_name_that_may_be_one(tmp_path, name, plain):
+    models.write_model(tmp_path, name, models.add1())
+    assert scan([str(tmp_path)]).failures[name].endswith(f"rename the directory, for instance to {plain}")

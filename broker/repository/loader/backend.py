@@ -52,6 +52,10 @@ _KNOWN_PLATFORMS = (
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 CUSTOM_BACKEND = "backend.py"
 NO_BACKEND = "Invalid argument: unable to find backend library"  # Triton says it when it loads a version
+_TRITONS = frozenset(("dali", "fil", "openvino", "python", "pytorch", "tensorflow", "tensorrtllm", "vllm"))  # not here
+_NO_PYTHON = (
+    "Python models (model.py) are not supported yet: docs/backends.md shows how the same code becomes backend.py"
+)
 MAX_LISTED = 8  # names of files in an error
 
 
@@ -62,10 +66,15 @@ def fill_backend(config: model_config_pb2.ModelConfig, model: ModelDirectory, ve
         return
     if config.platform:
         if config.platform not in _PLATFORMS:
+            meant = _meant(config.platform)
             if config.backend or (guessed := _by_files(config.default_model_filename, version_paths)):
                 pair = f"{config.platform}, {config.backend or guessed}"
-                raise ModelError(f"unexpected 'platform' and 'backend' pair, got:{pair}. {_KNOWN_PLATFORMS}")
-            raise ModelError(f"unexpected platform type '{config.platform}' for {model.name}; {_KNOWN_PLATFORMS}")
+                raise ModelError(
+                    f"unexpected 'platform' and 'backend' pair, got:{pair}. {_KNOWN_PLATFORMS}{meant}", "platform"
+                )
+            raise ModelError(
+                f"unexpected platform type '{config.platform}' for {model.name}; {_KNOWN_PLATFORMS}{meant}", "platform"
+            )
         if config.backend and config.backend != _PLATFORMS[config.platform]:
             raise ModelError(
                 f"unexpected 'platform' and 'backend' pair, got:{config.platform}, {config.backend}\n    fix: leave "
@@ -81,6 +90,13 @@ def fill_backend(config: model_config_pb2.ModelConfig, model: ModelDirectory, ve
         config.default_model_filename = _default_file(config.backend, version_paths)
     _check_runtime(config)
     _check_supported(config.backend, model.name, custom)
+
+
+def _meant(platform: str) -> str:
+    """The platform that `platform` resembles, as a line to add, or ""."""
+    begun = [known for known in (*_PLATFORMS, ENSEMBLE) if platform.lower() in known]
+    near = begun or get_close_matches(platform.lower(), (*_PLATFORMS, ENSEMBLE), n=1, cutoff=0.6)
+    return f"\n    did you mean '{near[0]}'?" if near else ""
 
 
 def overshadowed(config: model_config_pb2.ModelConfig, model: ModelDirectory) -> tuple[str, ...]:
@@ -193,11 +209,16 @@ def _check_supported(backend: str, model: str, custom: bool) -> None:
         raise ModelError(f"invalid backend name {backend!r} for model '{model}': use letters, digits, _ . -")
     supported = _installed()
     if not custom and backend not in supported:
-        near = get_close_matches(backend, supported, n=1, cutoff=0.5)
+        near = () if backend in _TRITONS else get_close_matches(backend, supported, n=1, cutoff=0.5)
+        known = "not there yet" if backend in _TRITONS else "not installed"
         raise ModelError(
-            f"{NO_BACKEND} for backend '{backend}', try specifying runtime on the "
-            f"model configuration. Model '{model}' needs backend '{backend}', which is not installed; installed are: "
-            f"{', '.join(supported) or 'none'}. A backend of your own is an entry point of the group "
-            f"'tensorbroker.backends', or {CUSTOM_BACKEND} beside config.pbtxt"
+            f"{NO_BACKEND} for backend '{backend}', try specifying runtime on the model configuration. "
+            + (
+                _NO_PYTHON
+                if backend == "python"
+                else f"Model '{model}' needs backend '{backend}', which is {known}; installed are: "
+                f"{', '.join(supported) or 'none'}. A backend of your own is an entry point of the group "
+                f"'tensorbroker.backends', or {CUSTOM_BACKEND} beside config.pbtxt"
+            )
             + (f"\n    did you mean '{near[0]}'?" if near else "")
         )

@@ -85,6 +85,8 @@ def located_in(error: ModelError, model: ModelDirectory, request: LoadRequest) -
     try:
         path = config_path(model, request.config_name)
         text = read_file(path, pbtxt.MAX_CONFIG, "").decode()
+        if unfilled := [each for each in pbtxt.placeholders(text) if each in reason.partition("\n")[0]]:
+            reason = reason.partition("\n")[0] + pbtxt.template_advice(unfilled)  # no other edit will do
         return located(reason, path, text, model.name, error.field, error.value)
     except (ModelError, UnicodeDecodeError):
         return reason

@@ -12,6 +12,7 @@ from typing import Any, final
 from tritonclient.grpc import model_config_pb2
 
 FILE, MODEL, DEFAULT, OVERRIDE = "file", "model", "default", "override"
+_CONTROL = "inference.ModelSequenceBatching.Control"
 _COLUMN = 48  # where the origins stand, unless a line is longer
 
 
@@ -79,6 +80,8 @@ def _leaves(message: Any, path: str) -> Iterator[tuple[str, str]]:
 
 def _fields(message: Any, path: str) -> Iterator[tuple[Any, str, Any]]:
     """Every field that is set: descriptor, path, and one message, scalar, or list of scalars."""
+    if message.DESCRIPTOR.full_name == _CONTROL and not message.kind:  # the first kind, which says what the rest is of
+        yield message.DESCRIPTOR.fields_by_name["kind"], f"{path}.kind", message.kind
     for field, value in message.ListFields():
         where = f"{path}.{field.name}" if path else field.name
         if field.message_type is None:

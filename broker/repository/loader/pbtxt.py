@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from google.protobuf import json_format, text_format
@@ -25,6 +26,9 @@ _PYTHONS_WORDS = (  # protobuf's parser of JSON passes them on
     (re.compile(r"expected string or bytes-like object.*", re.DOTALL), "expected a string"),
 )
 _NO_FIELD = re.compile(r'Message type "inference\.([\w.]+)" has no field named "(\w+)"')
+_FLOAT = re.compile(r"Couldn't parse integer: (-?\d+)\.0*$")
+_NO_STRING = re.compile(r"Expected string but found: '(.*)'")
+_CURLY = "\u201c\u201d\u201e\u2018\u2019"  # quotes of word processors
 _NO_VALUE = re.compile(r'Enum type "inference\.([\w.]+)" has no value named (\w+)')
 _ABSENT = -(2**31)  # no configuration says this: it would be refused as negative
 
@@ -57,7 +61,7 @@ def parse(data: bytes, path: str, shown: str = "") -> Parsed:
     `shown`: the text that lines are shown of, if `data` is one that was changed within its lines.
     """
     try:
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")  # with the mark that editors put first, as Triton reads it
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise ModelError(f"{path}:{line}: is not UTF-8 text (byte {error.start}): save it as UTF-8") from error
@@ -71,8 +75,8 @@ def parse(data: bytes, path: str, shown: str = "") -> Parsed:
     # proto3 cannot tell an explicit 0 from an absent field; a merge over a sentinel can.
     probe = text_format.Merge(text, model_config_pb2.ModelConfig(max_batch_size=_ABSENT))
     notes: tuple[str, ...] = ()
-    if placeholders := _placeholders(text):
-        notes = (f"{path}: unfilled placeholders {', '.join(placeholders)} are taken literally",)
+    if unfilled := placeholders(text):
+        notes = (f"{path}: unfilled placeholders {', '.join(unfilled)} are taken literally",)
     return Parsed(config, probe.max_batch_size != _ABSENT, notes)
 
 
@@ -122,7 +126,13 @@ def _json_advice(message: str) -> str:
     return ""
 
 
-def _placeholders(text: str) -> list[str]:
+def template_advice(unfilled: Sequence[str]) -> str:
+    """What to do about placeholders, as a line to add."""
+    return f"\n    unfilled placeholders: {', '.join(unfilled[:20])}: fill in this template first"
+
+
+def placeholders(text: str) -> list[str]:
+    """What a template left to fill in, as `${name}` or `{{ name }}`; comments aside."""
     code = "\n".join(line for line in text.split("\n") if not line.lstrip().startswith("#"))
     return list(dict.fromkeys(_PLACEHOLDER.findall(code)))
 
@@ -132,19 +142,19 @@ def _explain(error: text_format.ParseError, text: str, path: str) -> str:
     # protobuf's own text repeats position and line before the sentence that matters.
     message = re.sub(r"^\d+:\d+ : ('.*': )?", "", str(error), flags=re.DOTALL)
     where = path
-    shown = ""
+    shown = source = ""
     if line is not None and column is not None:
         where = f"{path}:{line}:{column}"
         lines = text.split("\n")
         if 0 < line <= len(lines):
             source = lines[line - 1]
             shown = f"\n    {source[:200]}" + (f"\n    {' ' * (column - 1)}^" if column <= 200 else "")
-    return f"{where}: {message[:300]}{shown}{_advice(message, text)}"
+    return f"{where}: {message[:300]}{shown}{_advice(message, text, source)}"
 
 
-def _advice(message: str, text: str) -> str:
-    if placeholders := _placeholders(text):
-        return f"\n    unfilled placeholders: {', '.join(placeholders[:20])}: fill in this template first"
+def _advice(message: str, text: str, source: str) -> str:
+    if unfilled := placeholders(text):
+        return template_advice(unfilled)
     if match := _NO_FIELD.search(message):
         descriptor = _find(match[1])
         fields = [field.name for field in descriptor.fields] if descriptor else []
@@ -160,6 +170,24 @@ def _advice(message: str, text: str) -> str:
         return f"\n    did you mean '{near[0]}'?" if near else f"\n    values of {match[1]}: {', '.join(values)}"
     if match := _QUOTED_NUMBER.search(message):
         return f"\n    fix: {match[1]}, without quotes"
+    if match := _FLOAT.search(message):
+        return f"\n    fix: {match[1]}"
+    return _about_notation(message, text, source)
+
+
+def _about_notation(message: str, text: str, source: str) -> str:
+    """What the text seems to be, where it is no protobuf text. `source`: the line that is wrong."""
+    if text.lstrip().startswith("{"):
+        return "\n    this is JSON: config.pbtxt is written without the outer braces and without quotes around names"
+    if any(quote in source for quote in _CURLY):
+        return '\n    fix: plain quotes, "'
+    if source.lstrip().startswith("//"):
+        return "\n    fix: comments begin with #"
+    if match := _NO_STRING.search(message):
+        yaml = "; a list is [ { … }, { … } ], not YAML's -" if re.search(r"^\s*- ", text, re.MULTILINE) else ""
+        return f'\n    fix: "{match[1]}", in quotes{yaml}' if re.fullmatch(r"[\w./-]+", match[1]) else ""
+    if message.startswith('Expected "{"') and (value := re.search(r'\bvalue\s*:\s*("[^"]*")', source)):
+        return f"\n    fix: value {{ string_value: {value[1]} }}"
     if message.startswith('Expected "') and (bracket := _left_open(text)):
         return f"\n    {bracket} is not closed"
     return ""

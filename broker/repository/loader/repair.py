@@ -36,7 +36,7 @@ def parse_all(data: bytes, path: str) -> tuple[Parsed | None, list[ModelError]]:
     """What the text says once all that is wrong is put right; None if that is not clear. And what is wrong."""
     errors: list[ModelError] = []
     edits: list[_Edit] = []
-    text = data.decode("utf-8", "replace")
+    text = data.decode("utf-8-sig", "replace")
     blanked = text
     while len(errors) < MOST:
         try:

@@ -10,7 +10,7 @@ import re
 
 from broker.repository.pbtxt_lines import fields
 
-_QUOTED = re.compile(r"'([\w./-]{1,128})'")
+_QUOTED = re.compile(r"'([\w./${}-]{1,128}|\{\{ ?[\w.]+ ?\}\})'")
 _MOST = 120  # characters of the line that are shown
 
 
