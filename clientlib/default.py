@@ -15,6 +15,7 @@ from clientlib.automatic import Inputs
 from clientlib.callable_model import Model
 from clientlib.client import Client
 from clientlib.cuda_region import CudaRegion
+from clientlib.interrupted import Turn
 from clientlib.opening import connect
 from clientlib.plans import Plan
 from clientlib.recipe import Outputs, Slots
@@ -28,10 +29,17 @@ from shm.parameters import Parameter
 class _Default:
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._turn = Turn()
         self._client: Client | None = None
         process.tell_after_fork(self)
 
     def __call__(self) -> Client:
+        client = self._client
+        if client is None or client.native.closed:
+            client = self._turn.run(self._connected)
+        return client
+
+    def _connected(self) -> Client:
         with self._lock:
             if self._client is None or self._client.native.closed:
                 self._client = connect()

@@ -63,7 +63,7 @@ class InferResult(Mapping[str, npt.NDArray[Any]]):
 
     @property
     def timing(self) -> Timing:
-        """Where the time went, in nanoseconds. All 0 over grpc://, http:// and zmq+ipc://: their messages do not say."""
+        """Where the time went, in nanoseconds; all 0 over grpc://, http:// and zmq+ipc://, whose messages lack it."""
         return Timing(*self._entry[3:7])
 
     @property
