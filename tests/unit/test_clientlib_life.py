@@ -139,15 +139,15 @@ class TestBroker:
             client.prepare("double", {"x": region.tensor((1, 4), "FP32")})
 
     def test_a_region_is_not_lost_because_the_new_broker_is_late(self, monkeypatch, client, small_broker):
-        monkeypatch.setattr("clientlib.client.RECONNECT_S", 0.2)
         _, plan = doubling(client)
         small_broker.stop()
         small_broker.answers["RegisterPool"] = lambda asked: None  # no answer
         small_broker.start()
-        with pytest.raises(InferError, match=r"no answer to (Hello|RegisterPool)"):
-            client.load("double", timeout=0.2)
+        with monkeypatch.context() as patch:
+            patch.setattr("clientlib.client.RECONNECT_S", 0.2)
+            with pytest.raises(InferError, match=r"no answer to (Hello|RegisterPool)"):
+                client.load("double", timeout=0.2)
         del small_broker.answers["RegisterPool"]
-        monkeypatch.undo()
         assert plan.infer(timeout=60)["y"].tolist() == [[0, 2, 4, 6]]
 
 

@@ -69,9 +69,11 @@ def test_a_broker_that_does_not_answer_costs_one_wait(monkeypatch, small_broker)
     monkeypatch.setattr(patience, "AGAIN_S", 3600.0)
     small_broker.answers["GetModel"] = lambda asked: None
     with connect(small_broker) as client:
-        with pytest.raises(InferError, match=r"no answer to GetModel .* within 0\.05 s"):
+        with pytest.raises(InferError, match="no answer to GetModel"):
             client.infer("double", X, timeout=1e-6)
-        with pytest.raises(InferError, match=r"no answer to GetModel .* within (0|\S+e-\S+) s"):
+        now = time.monotonic()
+        assert client._patience.until(now, now) == now
+        with pytest.raises(InferError, match="no answer to GetModel"):
             client.infer("double", X, timeout=1e-6)
 
 
