@@ -172,7 +172,7 @@ def test_a_model_of_another_kind_has_one_response(client):
 
 @pytest.mark.parametrize("transport", ["zmq", "http"])
 def test_a_transport_that_cannot_names_those_that_can(client):
-    with pytest.raises(InferError, match=r"does not carry; connect by grpc://…, or without a wire") as caught:
+    with pytest.raises(InferError, match=r"does not carry; connect by grpc://…, or by ipc://…") as caught:
         next(client.stream("square", {"IN": np.ones(1, np.int32)}))
     assert caught.value.code == "UNSUPPORTED"
     assert np.array_equal(client.infer("add1", {"x": X})["y"], X + 1)
