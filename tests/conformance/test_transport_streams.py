@@ -139,6 +139,10 @@ def test_the_deadline_is_for_all_of_it(client):
     assert list(stream) == []
 
 
+# Over a wire once: all clients are one to the gateways, and are refused a model of which two streams ended a worker.
+@pytest.mark.parametrize(
+    ("transport", "connect"), [("native", "threads"), ("native", "loop"), ("grpc", "loop")], indirect=["connect"]
+)
 def test_a_worker_that_dies_in_the_middle(client):
     stream = client.stream("acts", acts(10, death=3))
     with pytest.raises(InferError, match="after its first response"):
