@@ -184,7 +184,10 @@ class Lanes:
         return lane
 
     def keep(self, worker: str, channel: ClientChannel, number: int, left: Left) -> bool:
-        """A new channel is that of the next thread that needs one. Always True."""
+        """A new channel is that of the next thread that needs one. False: one to this worker is free already."""
+        if any(lane.worker == worker for lane in tuple(self._free)):
+            channel.close()
+            return False
         lane = Lane(worker, channel, left)
         lane.number = number
         self._all.append(lane)

@@ -1,4 +1,4 @@
-"""Deadlines shorter than what a first request needs: what the broker made for it is given back when it comes."""
+"""Deadlines shorter than what a first request needs: what the broker made for it goes back, but for one channel."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_requests_without_time_to_open_a_channel_do_not_use_up_the_sessions_chan
             os.kill(worker, signal.SIGCONT)
         # Models are listed after everything that was asked before, so all of that has been answered by now.
         client.models()
-        while broker.status()["sessions"][0]["channels"] > 0:
+        while broker.status()["sessions"][0]["channels"] > 1:  # one is kept for the next request
             client.models()
         assert np.array_equal(plan.infer(timeout=30)["y"], QUICK.expected(x))
         assert broker.status()["sessions"][0]["channels"] == 1
