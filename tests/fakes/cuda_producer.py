@@ -150,7 +150,7 @@ class Producer(User):
     def forge(self, number: int) -> str:
         """How a request ends that names event `number` (from 1) of its plan's ring."""
         bound = self.plan._bind_any(0, (0, False, False))
-        pending = clientlib.pending.Pending(self.plan, bound.lane, bound.layout, 0, 0, 0, 0)
+        pending = clientlib.pending.Pending(self.plan, bound, 0, 0, 0, 0)
         assert bound.channel.submit(pending, bound.word, 0, 0, 0, 0, wait_event=number)
         pending.result(timeout=30)
         return "ran"

@@ -59,7 +59,7 @@ def test_how_a_process_ended(code, text, signal):
 )
 def test_why_the_broker_killed_a_worker_is_for_clients_only_where_it_says_so(reason, told, heard):
     killed: Any = SimpleNamespace(kill_reason=reason, kill_told=told)
-    assert WorkerProcess.exit(killed, -9) == (reason or "killed by SIGKILL", 9, heard)
+    assert WorkerProcess.exit(killed, -9) == (reason or "killed by SIGKILL", 9, heard, False)
 
 
 @pytest.mark.parametrize("late", [False, True])
