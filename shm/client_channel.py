@@ -293,18 +293,18 @@ class ClientChannel:
         count = 0
         while consumed < upto:
             entry = COMPLETION.unpack_from(memory, base + 64 * (consumed & mask))
-            note = b""
-            if entry[2] & NOTED:
+            note, code = b"", entry[2]
+            if code & NOTED:
                 start = geometry.notes * 8 + NOTE_BYTES * (consumed & mask)
                 note = memory[start : start + NOTE_BYTES]
-                if entry[2] & GIVEN:
+                if code & GIVEN:
                     entry = (*entry, end_of(note))
             consumed += 1
             slot = entry[1] & 0xFFFF
             owner = pending[slot]
             # A completion that names no pending request is dropped: the ending of a request that was ended before.
             if entry[0] == consumed and owner is not None and self._positions[slot] == entry[1] >> 16:
-                if entry[2] & FINAL:
+                if code & FINAL:
                     pending[slot] = None
                     self._free.append(slot)
                 owner.settle(entry, note)

@@ -29,8 +29,9 @@ LONG_SPIN_NS = 1_000_000  # where requests come at such intervals, as from one c
 LATE_S = 0.3  # how late a ring may come without being called lost
 BOUND_S = 0.05  # longest sleep while requests are outstanding
 IDLE_S = 3600.0
-SETTLED = 8  # sweeps that find nothing: time for bookkeeping
+SETTLED = 8  # looks that find nothing: time for bookkeeping
 _now = time.monotonic_ns
+_give_way = os.sched_yield
 
 
 class Beside(Protocol):
@@ -104,39 +105,43 @@ class HotSet:
         """
         if not self.hot or not FENCE_IS_FULL:
             return False
+        began = before = now = self._idle_since = _now()
+        end = began + self._patience()
+        looks = [(channel.words, channel.head) for channel in self.hot if not channel.broken]
         beside = self.beside()
+        sweep = 0
         try:
-            return self._spin(bookkeeping, beside)
+            while now < end:
+                _give_way()
+                for words, head in looks:
+                    if words[TAIL] != head:
+                        self._interval += now - began - self._interval >> 2  # as `_came` has it, and sooner
+                        self._idle_since = 0
+                        return True
+                if beside and self._came_beside(beside):
+                    return True
+                before, now = now, _now()
+                gave_way = now - before > GAVE_WAY_NS
+                sweep += 1
+                if sweep & 7 and not gave_way:
+                    continue  # a request that comes during what follows waits for it
+                if sweep == SETTLED:  # not at once: on a shared core the client waits for us to yield
+                    bookkeeping()
+                settled = not sweep & 15
+                if (gave_way and now - began > SPIN_NS) or ((gave_way or settled) and self._cores.wanted()):
+                    return False
+                if settled and self.poll(0.0):
+                    return True
         finally:
             for each in beside:
                 each.unwatch(_now())
+        return False
 
-    def _spin(self, bookkeeping: Callable[[], None], beside: Sequence[Beside]) -> bool:
-        began = self._idle_since = _now()
-        end = began + self._patience()
-        looks = [(channel.words, channel.head) for channel in self.hot if not channel.broken]
-        sweep = 0
-        now, gave_way = began, False
-        while now < end and not (gave_way and now - began > SPIN_NS):
-            os.sched_yield()
-            for words, head in looks:
-                if words[TAIL] != head:
-                    self._came()
-                    return True
-            for each in beside:
-                if each.came():
-                    each.look(_now(), wait=False)
-                    self._came()
-                    return True
-            before, now = now, _now()
-            gave_way = now - before > GAVE_WAY_NS
-            sweep += 1
-            if sweep == SETTLED:  # not at once: on a shared core the client waits for us to yield
-                bookkeeping()
-            # Not at every look: each takes as long as three, and a request that comes meanwhile waits for it.
-            if (gave_way or not sweep & 15) and self._cores.wanted():
-                return False
-            if not sweep & 15 and self.poll(0.0):
+    def _came_beside(self, beside: Sequence[Beside]) -> bool:
+        for each in beside:
+            if each.came():
+                each.look(_now(), wait=False)
+                self._came()
                 return True
         return False
 
