@@ -31,7 +31,7 @@ class Counted:
     def __init__(self, block: memoryview) -> None:
         self.block = block
         self.forms_batches = True  # an ensemble does not: its members' batches count
-        self.typical: dict[int, int] = {}  # rows → ns as `follow` has it: may the leader run such a batch itself?
+        self.typical: dict[int, int] = {}  # rows → ns as `follow` has it, the copies of a batch included
         self._rows: list[int] = []  # of the executions remembered by `count_inline`
         self._took: list[int] = []  # ns, of the same
 
@@ -55,7 +55,7 @@ class Counted:
         block[statistics.LAST_MS] = int(time.time() * 1000)
         took = queue_ns // count + input_ns + infer_ns + output_ns
         block[statistics.LATENCY + statistics.bucket(took)] += count
-        self.typical[rows] = follow(self.typical.get(rows, 0), infer_ns)
+        self.typical[rows] = follow(self.typical.get(rows, 0), input_ns + infer_ns + output_ns)
         at = statistics.BATCHES + 4 * (min(size or rows or 1, statistics.MAX_BATCH) - 1)
         block[at] += 1
         block[at + 1] += input_ns

@@ -9,10 +9,10 @@ from tests.unit.test_scheduler import add, models, request, scheduler, turn
 __all__ = ["models", "scheduler", "turn"]  # fixtures
 
 
-def ran(model, rows, ns):
+def ran(model, rows, ns, copied_ns=0):
     for instance in model.instances:
         for _ in range(20):
-            instance.count_batch(rows, rows, 0, 0, ns, 0)
+            instance.count_batch(rows, rows, 0, copied_ns, ns, 0)
 
 
 def batch_sizes(scheduler, model, count=4):
@@ -45,6 +45,16 @@ def test_a_long_run_that_wins_nothing_by_batching_gets_its_requests_one_by_one(s
     assert batch_sizes(scheduler, model, 8) == [1] * 8, "in place, without a copy"
     ran(model, 8, 50_000_000)
     assert batch_sizes(scheduler, model, 8)[0] == 4, "a tenth is won per row"
+
+
+def test_what_a_batch_wins_is_less_what_its_copies_take(scheduler, models):
+    model = models(count=2, batch=8)
+    for rows in (1, 2, 4, 8):
+        ran(model, rows, rows * 5_000_000)
+    ran(model, 8, 38_000_000)
+    assert batch_sizes(scheduler, model, 8)[0] == 4, "a twentieth is won per row"
+    ran(model, 8, 38_000_000, copied_ns=1_500_000)
+    assert batch_sizes(scheduler, model, 8) == [1] * 8
 
 
 def test_what_is_configured_is_not_shared_out(scheduler, models):
