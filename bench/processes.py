@@ -153,11 +153,19 @@ def _pin(pid: int, core: int | None) -> None:
 
 
 class Companion:
-    """`python -m bench.MODULE …`, which speaks lines and ends when its standard input does. A context manager."""
+    """`python -m bench.MODULE …`, which speaks lines and ends when its standard input does. A context manager.
 
-    def __init__(self, module: str, *arguments: str) -> None:
+    `root`: another directory with this project, whose modules it runs on; `module` is a file then.
+    """
+
+    def __init__(self, module: str, *arguments: str, root: Path | None = None) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m" if root is None else "-P", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=root,
+            env=None if root is None else {**os.environ, "PYTHONPATH": str(root)},
         )
         self._name = module
         self.pid = self._process.pid

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 pytestmark = pytest.mark.timeout(300)
+ROOT = Path(__file__).resolve().parents[2]
 PLACES = ("unpinned", "split cores", "same core")
 SIZES = ("1 KiB", "1 MiB", "16 MiB", "64 MiB")
 TRANSPORTS = (
@@ -56,17 +57,19 @@ NETWORKS = {
 HOP = {f"{place}: {name}" for place in (*PLACES, "1 ms pauses") for name in TRANSPORTS}
 
 
-def run(name: str, output: Path) -> tuple[str, dict[str, dict[str, dict[str, Any]]]]:
+def run(
+    name: str, output: Path, *arguments: str, plots: bool = True
+) -> tuple[str, dict[str, dict[str, dict[str, Any]]]]:
     """What it printed, and its tables: title → row → medians."""
     done = subprocess.run(
-        [sys.executable, "-m", f"bench.{name}", "--quick", "--output", str(output)],
+        [sys.executable, "-m", f"bench.{name}", *arguments, "--quick", "--output", str(output)],
         capture_output=True,
         text=True,
         timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (output / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert not plots or (output / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     document = json.loads((output / f"{name}.json").read_text())
     tables = {key: {row["name"]: row["median"] for row in table["rows"]} for key, table in document["tables"].items()}
     for rows in tables.values():
@@ -122,6 +125,12 @@ def test_model_control_fails_no_request(tmp_path: Path) -> None:
     (reloads,) = tables["reloads"].values()
     assert reloads["failed"] == 0
     assert reloads["requests"] > 0
+
+
+def test_two_states_are_measured_side_by_side(tmp_path: Path) -> None:
+    _, tables = run("before", tmp_path, str(ROOT), plots=False)
+    assert len(tables["before"]) == 5
+    assert all(medians["before"] > 0 and medians["now"] > 0 for medians in tables["before"].values())
 
 
 def test_hop_holds_every_row(tmp_path: Path) -> None:
