@@ -29,7 +29,8 @@ LONG_SPIN_NS = 1_000_000  # where requests come at such intervals, as from one c
 LATE_S = 0.3  # how late a ring may come without being called lost
 BOUND_S = 0.05  # longest sleep while requests are outstanding
 IDLE_S = 3600.0
-SETTLED = 8  # looks that find nothing: time for bookkeeping
+SETTLED = 8  # looks that find nothing: time for bookkeeping. A power of two
+_BETWEEN = SETTLED - 1
 _now = time.monotonic_ns
 _give_way = os.sched_yield
 
@@ -123,7 +124,7 @@ class HotSet:
                 before, now = now, _now()
                 gave_way = now - before > GAVE_WAY_NS
                 sweep += 1
-                if sweep & 7 and not gave_way:
+                if sweep & _BETWEEN and not gave_way:
                     continue  # a request that comes during what follows waits for it
                 if sweep == SETTLED:  # not at once: on a shared core the client waits for us to yield
                     bookkeeping()
