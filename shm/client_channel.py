@@ -6,7 +6,6 @@ may submit (short lock); whoever holds `role` reaps for all.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import select
@@ -353,11 +352,9 @@ class ClientChannel:
         if not events and timed_out and self._words[CTAIL] != self._consumed:
             events = self._poller.poll(LATE_MS)
             self.lost_wakeups += not events
-        if not events:
-            return
-        if events[0][1] & select.POLLIN:
+        if events and events[0][1] & select.POLLIN:
             self.drain_pipe()
-        elif events[0][1] & (select.POLLHUP | select.POLLERR | select.POLLNVAL):
+        elif events and events[0][1] & (select.POLLHUP | select.POLLERR | select.POLLNVAL):
             self.gone = True
 
     @property
@@ -371,7 +368,7 @@ class ClientChannel:
         self._words[WAITING] = self._sleeps
         with self._lock:  # fence, as in wait()
             pass
-        return self._words[CTAIL] != self._consumed
+        return self.unread
 
     def stir(self) -> None:
         """No rings wanted: the caller polls."""
@@ -379,8 +376,10 @@ class ClientChannel:
 
     def drain_pipe(self) -> None:
         """Empty the pipe; sets `gone` when its other end is closed: broker and worker are no more."""
-        with contextlib.suppress(BlockingIOError):
+        try:  # a context manager here would cost who sleeps a microsecond
             self.gone = not os.read(self.pipe_fd, 4096) or self.gone
+        except BlockingIOError:
+            pass
 
     def abandoned(self) -> list[Settles]:
         """Take back everything outstanding, after `gone` (nobody writes any more): the caller ends them."""

@@ -71,7 +71,7 @@ class Control:
             lambda: to_broker.send(messages.WantSession()),
             lambda session, model: to_broker.send(messages.Offence(session=session, model=model)),
         )
-        self._loop.hot_set.beside = self._elsewhere.session.watch
+        self._loop.hot_set.look_beside(self._elsewhere.session.lanes, self._elsewhere.session.watch)
         self._models = ModelTable(self._loop, cache, self._elsewhere, device, start.before)
         self._waits: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         self._load_threads = LoadThreads()

@@ -13,7 +13,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, final
 
 from broker.worker.waiting_cores import WaitingCores
@@ -29,7 +29,7 @@ LONG_SPIN_NS = 1_000_000  # where requests come at such intervals, as from one c
 LATE_S = 0.3  # how late a ring may come without being called lost
 BOUND_S = 0.05  # longest sleep while requests are outstanding
 IDLE_S = 3600.0
-SETTLED = 8  # looks that find nothing: time for bookkeeping. A power of two
+SETTLED = 32  # looks that find nothing: time for more than looking. A power of two
 _BETWEEN = SETTLED - 1
 _now = time.monotonic_ns
 _give_way = os.sched_yield
@@ -65,7 +65,8 @@ class HotSet:
         self._idle_since = 0  # when there was nothing to do any more; 0: there is
         self._interval = 2 * LONG_SPIN_NS  # typical, from there to the next request
         self._cores = WaitingCores()
-        self.beside: Callable[[], Sequence[Beside]] = tuple  # looked at, too, while this thread spins
+        self._lanes: Collection[object] = ()  # see `look_beside`
+        self._beside: Callable[[], Sequence[Beside]] = tuple
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # ours alone: may be read
         self._epoll.register(self._wake, select.EPOLLIN)
@@ -91,6 +92,10 @@ class HotSet:
         except BlockingIOError:
             pass
 
+    def look_beside(self, lanes: Collection[object], beside: Callable[[], Sequence[Beside]]) -> None:
+        """Whoever spins looks at what `beside` gives, too. It is asked only while there are `lanes`."""
+        self._lanes, self._beside = lanes, beside
+
     def attend(self) -> None:
         """In busy times: who rings, and whose client broke a rule?"""
         self.poll(0.0)
@@ -109,7 +114,7 @@ class HotSet:
         began = before = now = self._idle_since = _now()
         end = began + self._patience()
         looks = [(channel.words, channel.head) for channel in self.hot if not channel.broken]
-        beside = self.beside()
+        beside = self._beside() if self._lanes else ()
         sweep = 0
         try:
             while now < end:
@@ -126,12 +131,11 @@ class HotSet:
                 sweep += 1
                 if sweep & _BETWEEN and not gave_way:
                     continue  # a request that comes during what follows waits for it
-                if sweep == SETTLED:  # not at once: on a shared core the client waits for us to yield
-                    bookkeeping()
-                settled = not sweep & 15
-                if (gave_way and now - began > SPIN_NS) or ((gave_way or settled) and self._cores.wanted()):
+                if (gave_way and now - began > SPIN_NS) or self._cores.wanted():
                     return False
-                if settled and self.poll(0.0):
+                if sweep == SETTLED:
+                    bookkeeping()
+                if not sweep & _BETWEEN and self.poll(0.0):
                     return True
         finally:
             for each in beside:

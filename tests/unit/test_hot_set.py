@@ -177,7 +177,7 @@ def test_a_spin_ends_at_once_when_somebody_waits_for_any_core(watched, monkeypat
     watched.set.poll(0.0)
     take(watched.worker)
     come(watched, monkeypatch, 900_000)
-    clock = iter(range(0, 1 << 40, SPIN_NS // 20))
+    clock = iter(range(0, 1 << 40, SPIN_NS // 40))
     monkeypatch.setattr(hot_set, "_now", lambda: next(clock))
     monkeypatch.setattr(watched.set._cores, "wanted", lambda: True)
     assert not watched.set.spin(lambda: None)
@@ -229,6 +229,6 @@ def test_a_spin_looks_at_what_is_under_way_elsewhere_and_has_it_ring_afterwards(
     take(watched.worker)
     monkeypatch.setattr(watched.set._cores, "wanted", lambda: False)
     step = Step(looks)
-    watched.set.beside = lambda: [step]
+    watched.set.look_beside([step], lambda: [step])
     assert watched.set.spin(lambda: None) == (looks > 0)
     assert step.told == told

@@ -65,7 +65,7 @@ class StepSession:
         self._lock = threading.Lock()  # of the next four, and of starting
         self._calls: deque[_Call] = deque()
         self._postponed: deque[Callable[[], None]] = deque()
-        self._lanes: dict[tuple[str, bool], Lane] = {}
+        self.lanes: dict[tuple[str, bool], Lane] = {}
         self._thread: threading.Thread | None = None
         self._arrived: socket.socket | None = None
         self._socket: socket.socket | None = None
@@ -112,17 +112,17 @@ class StepSession:
     def lane(self, worker: str, streams: bool = False) -> Lane:
         """The way to another worker; `streams`: for steps that have any number of responses."""
         with self._lock:
-            lane = self._lanes.get((worker, streams))
+            lane = self.lanes.get((worker, streams))
             if lane is None:
                 slots = STREAMS if streams else SLOTS
-                lane = self._lanes[worker, streams] = Lane(worker, self.stir, self._open, slots, waits=not streams)
+                lane = self.lanes[worker, streams] = Lane(worker, self.stir, self._open, slots, waits=not streams)
                 if self._closed is not None:
                     lane.close(self._closed)
             return lane
 
     def watch(self) -> Sequence[Lane]:
         """The lanes with steps under way, which ask not to be rung until `Lane.unwatch`: the caller looks at them."""
-        return [lane for lane in list(self._lanes.values()) if lane.watch()] if self._lanes else ()
+        return [lane for lane in list(self.lanes.values()) if lane.watch()]
 
     def stir(self) -> None:
         """Have the thread look at everything."""
@@ -133,7 +133,7 @@ class StepSession:
         """No step is under way: end the session. What comes all the same ends with `verdict`."""
         with self._lock:
             self._closed = verdict
-            lanes = list(self._lanes.values())
+            lanes = list(self.lanes.values())
         for lane in lanes:
             lane.close(verdict)
         self.stir()
@@ -153,7 +153,7 @@ class StepSession:
             os._exit(70)
 
     def _turn(self) -> None:
-        lanes = list(self._lanes.values())
+        lanes = list(self.lanes.values())
         wait = [lane.rest() for lane in lanes]  # each, since a lane that was not asked to ring would not
         timeout = 50 if self._calls or any(wait) else None
         if self._socket is None:
