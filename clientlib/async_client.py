@@ -308,18 +308,19 @@ class AsyncClient(StaysHere):
 
     async def bind(self, plan: AsyncPlan, deadline_ns: int) -> Bound[AsyncLane]:
         """What the loop needs to submit requests of `plan`."""
-        ends = self._reach.ends(deadline_ns, RECONNECT_S)
         link, prepared = self.native.link, plan.prepared
         if prepared is not None and prepared.link is link and link.lanes.mine(prepared.worker) is not None:
-            return await self._reach.run_until(ends, lambda link: self.native.bind(link, plan))
+            return await self._reach.run_for(deadline_ns, RECONNECT_S, lambda link: self.native.bind(link, plan))
         # Hundreds of plans may be used for the first time at once: one opens the channel, for all.
-        async with turn(self._opening, ends - self.loop.time(), "opens a channel"):
-            return await self._reach.run_until(ends, lambda link: self.native.bind(link, plan))
+        with self._reach.patiently(deadline_ns, RECONNECT_S) as ends:
+            async with turn(self._opening, ends - self.loop.time(), "opens a channel"):
+                return await self._reach.run_until(ends, lambda link: self.native.bind(link, plan))
 
     async def bind_at(self, spread: Spread[AsyncLane], worker: str, deadline_ns: int) -> Bound[AsyncLane] | None:
         """What the loop needs to submit to one more worker. None: the session of `spread` has ended."""
-        ends = self._reach.ends(deadline_ns, RECONNECT_S)
-        return await self._reach.run_until(ends, lambda link: self.native.binder.bind_at(link, spread, worker))
+        return await self._reach.run_for(
+            deadline_ns, RECONNECT_S, lambda link: self.native.binder.bind_at(link, spread, worker)
+        )
 
     def bind_missing(self, spread: Spread[AsyncLane]) -> None:
         """Try the workers again that were not up, beside whatever else goes on."""
@@ -334,15 +335,11 @@ class AsyncClient(StaysHere):
 
     async def grow(self, plan: AsyncPlan, needed: RoomNeeded, deadline_ns: int) -> None:
         """Give an output of `plan` more room."""
-        await self._reach.run_until(
-            self._reach.ends(deadline_ns, CALL_S), lambda link: self.native.grow(link, plan, needed)
-        )
+        await self._reach.run_for(deadline_ns, CALL_S, lambda link: self.native.grow(link, plan, needed))
 
     async def give_events(self, plan: AsyncPlan, ring: Ring, deadline_ns: int) -> None:
         """Let requests of `plan` name events of `ring`."""
-        await self._reach.run_until(
-            self._reach.ends(deadline_ns, CALL_S), lambda link: self.native.give_events(link, plan, ring)
-        )
+        await self._reach.run_for(deadline_ns, CALL_S, lambda link: self.native.give_events(link, plan, ring))
 
     async def release(self, prepared: Prepared[AsyncLane]) -> None:
         """Tell the broker that a plan will not be used any more, unless the session it was prepared on has ended."""
@@ -371,16 +368,17 @@ class AsyncClient(StaysHere):
             check_loop(self.loop)
             # Hundreds of requests of a new kind may come at once: one prepares, the others wait for its plan.
             lock = self._preparing.setdefault(asked.key, asyncio.Lock())
-            ends = self._reach.ends(deadline_ns, CALL_S)
             try:
-                async with turn(lock, ends - self.loop.time(), "prepares the same request"):
-                    plan = self._automatic.find(asked.key)
-                    if plan is None:
-                        fresh = plan = AsyncPlan(self, asked.recipe(BUDGET))
-                        await self._reach.run_until(ends, lambda link: self.native.prepare(link, fresh))
-                        self._automatic.keep(asked.key, fresh, fresh.places_byte_size)
+                with self._reach.patiently(deadline_ns, CALL_S) as ends:
+                    async with turn(lock, ends - self.loop.time(), "prepares the same request"):
+                        plan = self._automatic.find(asked.key)
+                        if plan is None:
+                            fresh = plan = AsyncPlan(self, asked.recipe(BUDGET))
+                            await self._reach.run_until(ends, lambda link: self.native.prepare(link, fresh))
+                            self._automatic.keep(asked.key, fresh, fresh.places_byte_size)
             finally:
-                self._preparing.pop(asked.key, None)
+                if not lock.locked():  # else it is of those that still wait
+                    self._preparing.pop(asked.key, None)
         return plan
 
     def _forget(self, asked: Request, plan: AsyncPlan, error: InferError) -> None:

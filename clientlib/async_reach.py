@@ -7,8 +7,9 @@ Made by `clientlib.async_client`, whose verbs are procedures that run here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar, final
 
 from clientlib.address import Absent, dial
@@ -19,6 +20,7 @@ from clientlib.async_session import AsyncSession
 from clientlib.client import CALL_S, RECONNECT_S, RETRY_S
 from clientlib.link import Link
 from clientlib.native import Native
+from clientlib.patience import Patience
 from clientlib.session import Procedure
 from clientlib.submission import remaining_s
 from shm.errors import Code, ConnectionLost, InferError, fresh
@@ -30,12 +32,13 @@ T = TypeVar("T")
 class AsyncReach:
     """Runs procedures on the link of `native`. A call finds the session lost at worst once."""
 
-    __slots__ = ("_connecting", "_loop", "_native")
+    __slots__ = ("_connecting", "_loop", "_native", "_patience")
 
     def __init__(self, native: Native[AsyncLane], loop: asyncio.AbstractEventLoop) -> None:
         self._native = native
         self._loop = loop
         self._connecting = asyncio.Lock()
+        self._patience = Patience()
 
     async def run(self, make: Callable[[Link[AsyncLane]], Procedure[T]], timeout: float = CALL_S) -> T:
         """Run a procedure to its end within `timeout` seconds. Raises InferError."""
@@ -101,7 +104,21 @@ class AsyncReach:
             await asyncio.sleep(min(remaining, RETRY_S))
             self._native.check()
 
-    def ends(self, deadline_ns: int, patience_s: float) -> float:
-        """Until when (loop time) what a request needs may take: its deadline, without one `patience_s`."""
+    async def run_for(self, deadline_ns: int, patience_s: float, make: Callable[[Link[AsyncLane]], Procedure[T]]) -> T:
+        """Run what a request needs, `patiently`."""
+        with self.patiently(deadline_ns, patience_s) as ends:
+            return await self.run_until(ends, make)
+
+    @contextlib.contextmanager
+    def patiently(self, deadline_ns: int, patience_s: float) -> Iterator[float]:
+        """Until when (loop time) what a request needs may take: its deadline or a little beyond (`Patience`), without
+        one `patience_s`.
+        """
         remaining = remaining_s(deadline_ns)
-        return self._loop.time() + (patience_s if remaining is None else remaining)
+        deadline = self._loop.time() + (patience_s if remaining is None else remaining)
+        until = self._patience.until(deadline, self._loop.time())
+        try:
+            yield until
+        except InferError:
+            self._patience.given_up(deadline, until, self._loop.time())
+            raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+import clientlib
 from clientlib import patience, sync_session
 from clientlib.patience import AGAIN_S, SETUP_S, Patience
 from clientlib.session import Call
@@ -75,6 +77,47 @@ def test_a_broker_that_does_not_answer_costs_one_wait(monkeypatch, small_broker)
         assert client._patience.until(now, now) == now
         with pytest.raises(InferError, match="no answer to GetModel"):
             client.infer("double", X, timeout=1e-6)
+
+
+def awaited(small_broker, test) -> None:
+    """`await test(client)` on an event loop of its own."""
+
+    async def main() -> None:
+        async with asyncio.timeout(60), await clientlib.connect_async(f"ipc://{small_broker.directory}") as client:
+            await test(client)
+
+    asyncio.run(main())
+
+
+def test_on_an_event_loop_the_first_request_makes_the_next_one_ready(monkeypatch, small_broker) -> None:
+    monkeypatch.setattr(patience, "SETUP_S", 60.0)
+
+    async def test(client: clientlib.AsyncClient) -> None:
+        first, second = (client.infer("double", X, timeout=1e-6) for _ in range(2))
+        for error in await asyncio.gather(first, second, return_exceptions=True):
+            assert "timeout expired" in str(error)
+        assert set(small_broker.calls) >= SETTING_UP
+        assert small_broker.calls.count("Prepare") == 1
+        small_broker.calls.clear()
+        assert (await client.infer("double", X))["y"].tolist() == [[2, 2]]
+        assert not SETTING_UP & set(small_broker.calls)
+
+    awaited(small_broker, test)
+
+
+def test_on_an_event_loop_a_broker_that_does_not_answer_costs_one_wait(monkeypatch, small_broker) -> None:
+    monkeypatch.setattr(patience, "SETUP_S", 0.05)
+    monkeypatch.setattr(patience, "AGAIN_S", 3600.0)
+    small_broker.answers["GetModel"] = lambda asked: None
+
+    async def test(client: clientlib.AsyncClient) -> None:
+        for _ in range(2):
+            with pytest.raises(InferError, match="no answer to GetModel"):
+                await client.infer("double", X, timeout=1e-6)
+            now = client.loop.time()
+            assert client._reach._patience.until(now, now) == now
+
+    awaited(small_broker, test)
 
 
 def test_a_channel_that_comes_late_is_the_next_requests(monkeypatch, client, small_broker) -> None:
