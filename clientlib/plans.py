@@ -103,7 +103,11 @@ class Plan(StaysHere):
         sequence_start: bool = False,
         sequence_end: bool = False,
     ) -> Pending:
-        """Send the request and return at once. Waits only while every slot of the channel is taken."""
+        """Send the request and return at once. Waits only while every slot of the channel is taken.
+
+        `infer` sends a request again that its worker did not begin because the model is elsewhere, or another one, by
+        now; of a `Pending` the `result` says so (UNAVAILABLE or NOT_FOUND, once), and `submit` finds the model again.
+        """
         deadline_ns = 0 if timeout is None else deadline_ns_of(timeout)
         try:
             return self._start(
