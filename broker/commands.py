@@ -177,6 +177,8 @@ def _cell(row: dict[str, Any], name: str) -> str:
     value = row.get(name)
     if name == "last_death" and value and "last_death_age_s" in row:  # a broker of an older version does not say
         return f"{value}, {row['last_death_age_s']:.0f} s ago"
+    if name == "state" and row.get("silent_s"):  # of a worker
+        return f"{value}, but silent for {row['silent_s']:.0f} s"
     if name in _IN_MIB and value is not None:
         return _mib(value)
     return ", ".join(value) if isinstance(value, list) else "" if value is None else str(value)

@@ -78,6 +78,7 @@ class Worker:
         "key",
         "last_death",
         "restarts",
+        "silent_s",
         "state",
     )
 
@@ -85,6 +86,7 @@ class Worker:
         self.key = key
         self.device = device  # the UUID of its GPU, "" on the CPU
         self.state = "starting"  # "ready", "backoff", "resting", "stopped"
+        self.silent_s = 0.0  # as `silence.look` saw it last
         self.restarts, self.last_death, self.died_ns = 0, "", 0  # CLOCK_MONOTONIC
         self.instances: dict[int, float] = {}  # statistics block of what may run → its model's hang_timeout_s
         self._owner = owner
@@ -94,13 +96,12 @@ class Worker:
         self._records: dict[int, ChannelRecord] = {}
         self._rest = Rest(owner.rest_after_s)
         self._uses = RegionUses()
-        self._life = 0
+        self._life, self._kill_next = 0, False
         self._pulse = Pulse(owner.ping_every_s, owner.ping_limit_s, 0)
         self._was_ready = False
         self._back_off = BackOff()
         self._before: Predecessor | None = None
         self._given_up: Load | None = None
-        self._kill_next = False
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -140,8 +141,7 @@ class Worker:
 
     def serves(self, model: str, version: int) -> bool:
         """Has a process of it loaded this, so that the next one will, too?"""
-        models = self._state.models.items()
-        return any(load[:2] == (model, version) and wanted.done and not wanted.error for load, wanted in models)
+        return any(of[:2] == (model, version) and it.done and not it.error for of, it in self._state.models.items())
 
     async def add_region(self, entry: RegionEntry) -> None:
         """Map it. Asking again for what is there returns at once."""
@@ -206,8 +206,8 @@ class Worker:
 
     def kill(self, reason: str, told: str = "") -> None:
         """SIGKILL the current process; it is replaced as after any death. As `WorkerProcess.kill`."""
-        if self._state.process is not None:
-            self._state.process.kill(reason, told)
+        if (process := self._state.process) is not None:
+            process.kill(reason, told)
 
     def look_after(self, busy: bool, now_ns: int) -> None:
         """Kill the process if it gives no sign of life. Called every now and then; `busy`: an instance runs."""
@@ -219,7 +219,7 @@ class Worker:
             self.kill(f"gave no sign of life for {limit_s:g} s although no model ran in it: stopped, or stuck")
         elif process.answered and self._pulse.is_due(now_ns):
             process.ping()
-        silence.look(self.key, process, self._records.values(), RESPONDS_S)
+        self.silent_s = silence.look(self.key, process, self._records.values(), RESPONDS_S)
 
     def let_rest(self, busy: bool, now_ns: int) -> bool:
         """Once it has served nothing for long, its process ends until it is wanted. True: nobody has anything at it.

@@ -47,15 +47,19 @@ async def first_to_respond(workers: Sequence[W]) -> W:
     return next((worker for worker in workers if worker.state == "starting"), workers[0])
 
 
-def look(worker: str, process: WorkerProcess, channels: Iterable[ChannelRecord], limit_s: float) -> None:
-    """Has `process`, which is up, become silent, or does it speak again? `limit_s`: to answer, else it is silent."""
+def look(worker: str, process: WorkerProcess, channels: Iterable[ChannelRecord], limit_s: float) -> float:
+    """Has `process`, which is up, become silent, or does it speak again? `limit_s`: to answer, else it is silent.
+
+    Returns for how many seconds it has not responded; 0 while it is not silent.
+    """
     owes = process.owes_s > limit_s
     silent = (
         owes and process.suspected
     )  # at two looks: after a pause of the broker's own the answer may be there unread
     process.suspected = owes
+    silent_s = process.owes_s if silent else 0.0
     if silent == process.shunned:
-        return
+        return silent_s
     process.shunned = silent
     for record in channels:
         mark_away(record, away=silent)
@@ -64,6 +68,7 @@ def look(worker: str, process: WorkerProcess, channels: Iterable[ChannelRecord],
         _log.warning("worker '%s' (pid %d) %s", worker, process.pid, what)
     else:
         _log.info("worker '%s' (pid %d) responds again", worker, process.pid)
+    return silent_s
 
 
 def mark_away(record: ChannelRecord, *, away: bool) -> None:

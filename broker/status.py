@@ -33,6 +33,7 @@ class WorkerFacts(Protocol):
 
     key: str
     state: str
+    silent_s: float
     restarts: int
     last_death: str
     died_ns: int
@@ -97,6 +98,7 @@ class StatusDocument:
         return {
             "key": worker.key,
             "state": worker.state,
+            "silent_s": round(worker.silent_s, 1) if worker.state == "ready" and worker.silent_s else None,
             "pid": worker.pid,
             "memory_bytes": None if memory is None else sum(memory),
             "restarts": worker.restarts,

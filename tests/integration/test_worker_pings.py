@@ -32,6 +32,20 @@ async def test_a_worker_that_is_stopped_while_idle_is_replaced(journal: Journal)
 
 
 @in_loop
+async def test_a_worker_that_is_stopped_and_goes_on_is_silent_meanwhile(journal: Journal) -> None:
+    async with running(ping_every_s=0.05) as workers:
+        worker = await load(workers, config())
+        pid = worker.pid
+        assert pid is not None
+        assert worker.silent_s == 0
+        os.kill(pid, signal.SIGSTOP)
+        await until(lambda: worker.silent_s > 0)
+        os.kill(pid, signal.SIGCONT)
+        await until(lambda: worker.silent_s == 0)
+        assert worker.restarts == 0
+
+
+@in_loop
 async def test_a_worker_that_answers_is_left_alone_however_often_it_is_asked(journal: Journal) -> None:
     async with running(ping_every_s=0.0) as workers:
         worker = await load(workers, config())

@@ -98,6 +98,8 @@ def test_tables_for_people():
     assert " memory " in table
     assert "100 MiB |" in table
     assert "0.5 MiB |" in table
+    stopped = {"key": "cpu/default", "state": "ready", "silent_s": 12.4}
+    assert "ready, but silent for 12 s" in human({**DOCUMENT, "workers": [stopped]})
     gpu = {"ordinal": 0, "name": "H200", "uuid": "GPU-1", "total_memory": 5}
     dead = {"key": "cpu/default", "last_death": "killed by SIGKILL", "last_death_age_s": 12.4}
     assert "killed by SIGKILL, 12 s ago" in human({**DOCUMENT, "workers": [dead]})

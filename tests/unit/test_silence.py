@@ -42,6 +42,16 @@ def test_clients_read_in_their_channels_that_it_is_away(twin: Twin) -> None:
     assert [look(owes_s) for owes_s in (1.1, 1.4)] == [False, True], "and again"
 
 
+def test_for_how_long_it_has_not_responded_is_told() -> None:
+    process: Any = SimpleNamespace(pid=1, owes_s=9.0, shunned=False, suspected=False)
+
+    def look(owes_s: float) -> float:
+        process.owes_s = owes_s
+        return silence.look("cpu/left", process, [], 1.0)
+
+    assert [look(owes_s) for owes_s in (0.5, 1.5, 2.5, 3.5, 0.0)] == [0, 0, 2.5, 3.5, 0]
+
+
 def test_nothing_is_written_where_nothing_has_changed(twin: Twin) -> None:
     """The worker's process may write that word itself, and that of a dead one is the coroner's."""
     process: Any = SimpleNamespace(pid=1, owes_s=0.0, shunned=False, suspected=False)
