@@ -62,6 +62,26 @@ def reasons(root, text: str) -> list[str]:
             ["9 > 4", "has count -1"],
         ),
         (
+            f"max_batch_size: 4 {IO} dynamic_batching {{ preferred_batch_size: [ 9, -1 ] priority_levels: 2 "
+            "default_priority_level: 5 preserve_ordering: true priority_queue_policy { key: 7 value { } } }",
+            ["9 > 4", "got -1", "got 5", "queue policy must have priority level", "Only one priority level"],
+        ),
+        (
+            f"max_batch_size: 4 {IO} sequence_batching {{ control_input {{ name: 'a' control {{ kind: "
+            "CONTROL_SEQUENCE_START } } control_input { name: 'b' control { kind: CONTROL_SEQUENCE_CORRID data_type: "
+            "TYPE_FP32 } } control_input { name: 'b' } direct { minimum_slot_utilization: 2 } iterative_sequence: true "
+            "state { input_name: 'x' output_name: 's' data_type: TYPE_FP32 dims: 1 } state { input_name: 't' } }",
+            [
+                "bool_false_true' for CONTROL_SEQUENCE_START",
+                "unexpected data type for control",
+                "'b' is specified for multiple",
+                "minimum slot utilization",
+                "iterative_sequence needs",
+                "'x' is also an input",
+                "must specify 'input_name' and 'output_name'",
+            ],
+        ),
+        (
             f'name: "n" max_batch_size: 4 {IO} parameters {{ key: "retry" value {{ string_value: "x" }} }} '
             'parameters { key: "allow_spinning" value { string_value: "y" } }',
             ["allow_spinning", "retry", "unexpected directory name"],

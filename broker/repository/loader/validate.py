@@ -51,7 +51,7 @@ def setting_rules(
 ) -> Iterator[Callable[[], None]]:
     """The rules for what stands beside tensors: each raises ModelError if it is broken, and needs no other."""
     if config.HasField("dynamic_batching"):
-        yield partial(_validate_dynamic_batching, config.dynamic_batching, config.max_batch_size, config.name)
+        yield from _dynamic_rules(config)
     yield from scheduling_rules(config)
     own_code = os.path.isfile(os.path.join(model.path, CUSTOM_BACKEND))
     gpu_only = config.platform == "tensorrt_plan" and not own_code
@@ -164,8 +164,24 @@ def _validate_label_file(text: Any, model: ModelDirectory) -> None:
         )
 
 
-def _validate_dynamic_batching(batching: Any, max_batch_size: int, name: str) -> None:
-    validate_preferred(batching.preferred_batch_size, max_batch_size, "dynamic batching preferred size", name, _DYNAMIC)
+def _dynamic_rules(config: _Config) -> Iterator[Callable[[], None]]:
+    batching, name = config.dynamic_batching, config.name
+    policies = [batching.default_queue_policy, *batching.priority_queue_policy.values()]
+    what = "dynamic batching preferred size"
+    for size in batching.preferred_batch_size:
+        yield partial(validate_preferred, size, config.max_batch_size, what, name, _DYNAMIC)
+    yield partial(_validate_priority_levels, batching, name)
+    for level in batching.priority_queue_policy:
+        yield partial(_validate_policy_level, level, batching.priority_levels, name)
+    if batching.preserve_ordering:
+        yield partial(_validate_ordering, batching.priority_levels, policies, name)
+    yield partial(_validate_timeout_actions, policies, name)
+    yield partial(validate_microseconds, "max_queue_delay_microseconds", batching.max_queue_delay_microseconds, name)
+    for policy in policies:
+        yield partial(validate_microseconds, "default_timeout_microseconds", policy.default_timeout_microseconds, name)
+
+
+def _validate_priority_levels(batching: Any, name: str) -> None:
     levels = batching.priority_levels
     if levels > 2**16:
         raise ModelError(
@@ -178,29 +194,32 @@ def _validate_dynamic_batching(batching: Any, max_batch_size: int, name: str) ->
             f"\n    fix: default_priority_level: {min(levels, max(1, batching.default_priority_level))}",
             f"{_DYNAMIC}.{'default_priority_level' if batching.default_priority_level else 'priority_levels'}",
         )
-    for level in batching.priority_queue_policy:
-        if not 1 <= level <= levels:
-            raise ModelError(
-                f"priority queue policy must have priority level in range [1, {levels}] for {name}"
-                f"\n    fix: {f'key: 1 to {levels}, or ' if levels else ''}priority_levels: {max(1, level)} or more",
-                f"{_DYNAMIC}.priority_queue_policy",
-                str(level),
-            )
-    policies = [batching.default_queue_policy, *batching.priority_queue_policy.values()]
-    if batching.preserve_ordering:
-        if levels > 1:
-            raise ModelError(f"Only one priority level is allowed when 'preserve_ordering' is true for {name}")
-        if any(policy.timeout_action == _Policy.DELAY for policy in policies):
-            raise ModelError(
-                f"Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true for {name}"
-            )
+
+
+def _validate_policy_level(level: int, levels: int, name: str) -> None:
+    if not 1 <= level <= levels:
+        raise ModelError(
+            f"priority queue policy must have priority level in range [1, {levels}] for {name}"
+            f"\n    fix: {f'key: 1 to {levels}, or ' if levels else ''}priority_levels: {max(1, level)} or more",
+            f"{_DYNAMIC}.priority_queue_policy",
+            str(level),
+        )
+
+
+def _validate_ordering(levels: int, policies: Sequence[Any], name: str) -> None:
+    if levels > 1:
+        raise ModelError(f"Only one priority level is allowed when 'preserve_ordering' is true for {name}")
+    if any(policy.timeout_action == _Policy.DELAY for policy in policies):
+        raise ModelError(
+            f"Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true for {name}"
+        )
+
+
+def _validate_timeout_actions(policies: Sequence[Any], name: str) -> None:
     if any(policy.timeout_action not in _Policy.TimeoutAction.values() for policy in policies):
         raise ModelError(
             f"queue policy must have timeout_action REJECT or DELAY for {name}", f"{_DYNAMIC}.default_queue_policy"
         )
-    validate_microseconds("max_queue_delay_microseconds", batching.max_queue_delay_microseconds, name)
-    for policy in policies:
-        validate_microseconds("default_timeout_microseconds", policy.default_timeout_microseconds, name)
 
 
 def _validate_instance_groups(config: _Config, gpus: Sequence[int], no_gpus: str, gpu_only: bool) -> None:

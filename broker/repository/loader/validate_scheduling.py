@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -43,7 +43,7 @@ _ONE_OF = "either 'int32_false_true', 'fp32_false_true' or 'bool_false_true'"
 def scheduling_rules(config: _Config) -> Iterator[Callable[[], None]]:
     """Each raises ModelError if it is broken, and needs none of the others."""
     if config.HasField("sequence_batching"):
-        yield partial(validate_sequence, config)
+        yield from _sequence_rules(config)
     yield partial(validate_batch_io, config)
     for group in config.instance_group:
         yield partial(_validate_resources, config, group)
@@ -94,19 +94,18 @@ def _validate_cache(config: _Config) -> None:
         )
 
 
-def validate_preferred(sizes: Sequence[int], max_batch_size: int, what: str, name: str, scheduler: str) -> None:
-    """Preferred batch sizes of any scheduler. `scheduler`: its field, as in `ModelError.field`."""
+def validate_preferred(size: int, max_batch_size: int, what: str, name: str, scheduler: str) -> None:
+    """A preferred batch size of any scheduler. `scheduler`: its field, as in `ModelError.field`."""
     field = f"{scheduler}.preferred_batch_size"
-    for size in sizes:
-        if size <= 0:
-            raise ModelError(f"{what} must be positive for {name}, got {size}\n    fix: leave it out", field, str(size))
-        if size > max_batch_size:
-            raise ModelError(
-                f"{what} must be <= max batch size for {name}: {size} > {max_batch_size}"
-                f"\n    fix: leave {size} out, or max_batch_size: {size}",
-                field,
-                str(size),
-            )
+    if size <= 0:
+        raise ModelError(f"{what} must be positive for {name}, got {size}\n    fix: leave it out", field, str(size))
+    if size > max_batch_size:
+        raise ModelError(
+            f"{what} must be <= max batch size for {name}: {size} > {max_batch_size}"
+            f"\n    fix: leave {size} out, or max_batch_size: {size}",
+            field,
+            str(size),
+        )
 
 
 def validate_microseconds(field: str, value: int, name: str) -> None:
@@ -118,26 +117,45 @@ def validate_microseconds(field: str, value: int, name: str) -> None:
 # --- sequences ----------------------------------------------------------------------------------------------------
 
 
-def validate_sequence(config: _Config) -> None:
+def _sequence_rules(config: _Config) -> Iterator[Callable[[], None]]:
     """Controls, strategy, and the tensors of implicit state."""
     batching, name = config.sequence_batching, config.name
-    _validate_controls(batching, name)
+    names: set[str] = set()
+    kinds: set[int] = set()
+    for control_input in batching.control_input:
+        yield partial(_validate_control, control_input, names, kinds, name)
     if batching.HasField("oldest"):
-        oldest = batching.oldest
+        oldest, field = batching.oldest, "sequence_batching[0].oldest[0]"
         what = "sequence batching preferred batch size"
-        field = "sequence_batching[0].oldest[0]"
-        validate_preferred(oldest.preferred_batch_size, config.max_batch_size, what, name, field)
-        validate_microseconds("max_queue_delay_microseconds", oldest.max_queue_delay_microseconds, name)
-        if not 0 <= oldest.max_candidate_sequences <= MAX_CANDIDATES:
-            raise ModelError(f"'max_candidate_sequences' must be in range [0, {MAX_CANDIDATES}] for {name}")
+        for size in oldest.preferred_batch_size:
+            yield partial(validate_preferred, size, config.max_batch_size, what, name, field)
+        yield partial(validate_microseconds, "max_queue_delay_microseconds", oldest.max_queue_delay_microseconds, name)
+        yield partial(_validate_candidates, oldest.max_candidate_sequences, name)
     else:
-        if not 0.0 <= batching.direct.minimum_slot_utilization <= 1.0:
-            raise ModelError(
-                f"sequence batching minimum slot utilization must be in range (0.0, 1.0] for {name}",
-                "sequence_batching[0].direct[0].minimum_slot_utilization",
-            )
-        validate_microseconds("max_queue_delay_microseconds", batching.direct.max_queue_delay_microseconds, name)
-    validate_microseconds("max_sequence_idle_microseconds", batching.max_sequence_idle_microseconds, name)
+        direct = batching.direct
+        yield partial(_validate_utilization, direct.minimum_slot_utilization, name)
+        yield partial(validate_microseconds, "max_queue_delay_microseconds", direct.max_queue_delay_microseconds, name)
+    idle = "max_sequence_idle_microseconds"
+    yield partial(validate_microseconds, idle, batching.max_sequence_idle_microseconds, name)
+    yield partial(_validate_sequence_kind, config)
+    yield from _state_rules(config)
+
+
+def _validate_candidates(count: int, name: str) -> None:
+    if not 0 <= count <= MAX_CANDIDATES:
+        raise ModelError(f"'max_candidate_sequences' must be in range [0, {MAX_CANDIDATES}] for {name}")
+
+
+def _validate_utilization(share: float, name: str) -> None:
+    if not 0.0 <= share <= 1.0:
+        raise ModelError(
+            f"sequence batching minimum slot utilization must be in range (0.0, 1.0] for {name}",
+            "sequence_batching[0].direct[0].minimum_slot_utilization",
+        )
+
+
+def _validate_sequence_kind(config: _Config) -> None:
+    batching, name = config.sequence_batching, config.name
     if batching.iterative_sequence and not config.model_transaction_policy.decoupled:
         raise ModelError(
             f"iterative_sequence needs model_transaction_policy {{ decoupled: true }} for {name}: each pass may respond"
@@ -146,30 +164,27 @@ def validate_sequence(config: _Config) -> None:
         )
     if any(text.allow_ragged_batch for text in config.input) and batching.state:
         raise ModelError(f"allow_ragged_batch cannot be combined with sequence_batching.state for {name}")
-    _validate_states(config)
 
 
-def _validate_controls(batching: Any, name: str) -> None:
-    tensors: set[str] = set()
-    kinds: set[int] = set()
-    for control_input in batching.control_input:
-        if not control_input.name:
-            raise ModelError(f"sequence batching control tensor must have a name for {name}", _CONTROLS)
-        if control_input.name in tensors or len(control_input.control) > 1:
-            raise ModelError(
-                f"sequence batching control tensor '{control_input.name}' is specified for multiple control kinds for "
-                f"{name}"
-            )
-        tensors.add(control_input.name)
-        for control in control_input.control:
-            kind = control_kind(control)
-            if control.kind in kinds:
-                raise ModelError(f"sequence batching specifies multiple {kind} tensors for {name}", _CONTROLS, kind)
-            kinds.add(control.kind)
-            if control.kind == _Control.CONTROL_SEQUENCE_CORRID:
-                _validate_corrid(control, name)
-            else:
-                _validate_flag(control, kind, name)
+def _validate_control(control_input: Any, names: set[str], kinds: set[int], name: str) -> None:
+    """`names`, `kinds`: of those before it, to which its own are added."""
+    if not control_input.name:
+        raise ModelError(f"sequence batching control tensor must have a name for {name}", _CONTROLS)
+    if control_input.name in names or len(control_input.control) > 1:
+        raise ModelError(
+            f"sequence batching control tensor '{control_input.name}' is specified for multiple control kinds for "
+            f"{name}"
+        )
+    names.add(control_input.name)
+    for control in control_input.control:
+        kind = control_kind(control)
+        if control.kind in kinds:
+            raise ModelError(f"sequence batching specifies multiple {kind} tensors for {name}", _CONTROLS, kind)
+        kinds.add(control.kind)
+        if control.kind == _Control.CONTROL_SEQUENCE_CORRID:
+            _validate_corrid(control, name)
+        else:
+            _validate_flag(control, kind, name)
 
 
 def control_kind(control: Any) -> str:
@@ -210,31 +225,45 @@ def _validate_corrid(control: Any, name: str) -> None:
         )
 
 
-def _validate_states(config: _Config) -> None:
+def _state_rules(config: _Config) -> Iterator[Callable[[], None]]:
     name, batching = config.name, config.sequence_batching
+    if batching.state:
+        yield partial(_validate_state_count, len(batching.state), name)
     taken = {text.name for text in config.input} | {control.name for control in batching.control_input}
     outputs: set[str] = set()
-    if len(batching.state) > MAX_STATES:
-        raise ModelError(f"sequence batching has {len(batching.state)} states for {name}, at most {MAX_STATES}")
     for state in batching.state:
-        prefix = f"sequence batching state '{state.input_name}'"
-        validate_size(prefix, state, 1, name)
-        if not state.input_name or not state.output_name:
-            raise ModelError(f"sequence batching state must specify 'input_name' and 'output_name' for {name}")
-        if state.input_name in taken:
-            raise ModelError(f"{prefix} is also an input or a control or another state for {name}")
-        if state.output_name in outputs:
-            raise ModelError(f"{prefix} has output_name '{state.output_name}', which another state has for {name}")
-        taken.add(state.input_name)
-        outputs.add(state.output_name)
-        _validate_shape(prefix, state, name)
-        if len(state.initial_state) > 1:
-            raise ModelError(f"{prefix} has {len(state.initial_state)} initial states for {name}, at most one")
-        for initial in state.initial_state:
-            _validate_initial(prefix, state, initial, name)
+        yield partial(_validate_state, state, taken, outputs, name)
     for control in batching.control_input:
-        if any(text.name == control.name for text in config.input):
-            raise ModelError(f"sequence batching control tensor '{control.name}' is also in 'input' for {name}")
+        yield partial(_validate_control_name, config, control.name)
+
+
+def _validate_state_count(count: int, name: str) -> None:
+    if count > MAX_STATES:
+        raise ModelError(f"sequence batching has {count} states for {name}, at most {MAX_STATES}")
+
+
+def _validate_state(state: Any, taken: set[str], outputs: set[str], name: str) -> None:
+    """`taken`, `outputs`: names that it must not have for its input and its output, to which its own are added."""
+    prefix = f"sequence batching state '{state.input_name}'"
+    validate_size(prefix, state, 1, name)
+    if not state.input_name or not state.output_name:
+        raise ModelError(f"sequence batching state must specify 'input_name' and 'output_name' for {name}")
+    if state.input_name in taken:
+        raise ModelError(f"{prefix} is also an input or a control or another state for {name}")
+    if state.output_name in outputs:
+        raise ModelError(f"{prefix} has output_name '{state.output_name}', which another state has for {name}")
+    taken.add(state.input_name)
+    outputs.add(state.output_name)
+    _validate_shape(prefix, state, name)
+    if len(state.initial_state) > 1:
+        raise ModelError(f"{prefix} has {len(state.initial_state)} initial states for {name}, at most one")
+    for initial in state.initial_state:
+        _validate_initial(prefix, state, initial, name)
+
+
+def _validate_control_name(config: _Config, control: str) -> None:
+    if any(text.name == control for text in config.input):
+        raise ModelError(f"sequence batching control tensor '{control}' is also in 'input' for {config.name}")
 
 
 def _validate_initial(prefix: str, state: Any, initial: Any, name: str) -> None:
