@@ -315,7 +315,7 @@ class Worker:
             process.kill("the broker could not bring it up")
         else:
             if not process.died.is_set():  # its last words and its death may come in one turn of the event loop
-                self.state = "ready"
+                self.state, self.silent_s = "ready", 0.0
                 self._pulse = Pulse(self._owner.ping_every_s, self._owner.ping_limit_s, time.monotonic_ns())
                 self._state.up.set()
 

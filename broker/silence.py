@@ -53,9 +53,8 @@ def look(worker: str, process: WorkerProcess, channels: Iterable[ChannelRecord],
     Returns for how many seconds it has not responded; 0 while it is not silent.
     """
     owes = process.owes_s > limit_s
-    silent = (
-        owes and process.suspected
-    )  # at two looks: after a pause of the broker's own the answer may be there unread
+    # At two looks: after a pause of the broker's own the answer may be there unread.
+    silent = owes and process.suspected
     process.suspected = owes
     silent_s = process.owes_s if silent else 0.0
     if silent == process.shunned:

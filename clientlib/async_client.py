@@ -375,9 +375,9 @@ class AsyncClient(StaysHere):
                         if plan is None:
                             fresh = plan = AsyncPlan(self, asked.recipe(BUDGET))
                             await self._reach.run_until(ends, lambda link: self.native.prepare(link, fresh))
-                            self._automatic.keep(asked.key, fresh, fresh.places_byte_size)
+                            plan = self._automatic.keep(asked.key, fresh, fresh.places_byte_size)
             finally:
-                if not lock.locked():  # else it is of those that still wait
+                if not lock.locked():  # else somebody prepares, and it was our wait that ended
                     self._preparing.pop(asked.key, None)
         return plan
 

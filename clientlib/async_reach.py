@@ -112,7 +112,7 @@ class AsyncReach:
     @contextlib.contextmanager
     def patiently(self, deadline_ns: int, patience_s: float) -> Iterator[float]:
         """Until when (loop time) what a request needs may take: its deadline or a little beyond (`Patience`), without
-        one `patience_s`.
+        one `patience_s`. Reaching a broker that is gone, and waiting for others that do, counts as that.
         """
         remaining = remaining_s(deadline_ns)
         deadline = self._loop.time() + (patience_s if remaining is None else remaining)

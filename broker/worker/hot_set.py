@@ -121,7 +121,7 @@ class HotSet:
                 _give_way()
                 for words, head in looks:
                     if words[TAIL] != head:
-                        self._interval += now - began - self._interval >> 2  # as `_came` has it, and sooner
+                        self._interval += now - began - self._interval >> 2  # as `_came`, sooner; without the last look
                         self._idle_since = 0
                         return True
                 if beside and self._came_beside(beside):

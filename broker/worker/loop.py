@@ -33,9 +33,7 @@ from shm.layout import TAIL
 from shm.recovery import Recovered
 from shm.worker_channel import WorkerChannel
 
-DEPOSE_NS = 10_000_000
-QUIET_NS = 100_000_000
-DRAIN_NS = 2_000_000
+DEPOSE_NS, QUIET_NS, DRAIN_NS = 10_000_000, 100_000_000, 2_000_000
 _now = time.monotonic_ns
 
 
@@ -192,10 +190,11 @@ class Loop:
             self.hot_set.attend()  # cold channels have rung, and nobody has listened
         while not self.stopping:
             now = _now()
-            found = False
-            sweep += 1
+            found, sweep = False, sweep + 1
             if not sweep & 15:
                 self.hot_set.attend()  # cold channels, and whoever wants the leader to look, ring in busy times too
+                if not sweep & 1023:  # a client that always comes soon leaves no other time for it
+                    self._flush()
             for channel in self.hot_set.hot:
                 count = channel.words[TAIL] - channel.head
                 if not count or channel.broken:
@@ -237,8 +236,7 @@ class Loop:
                 self._run(batch)
                 if not self.turn.leave(term):
                     return None
-                # Requests that run alone gain nothing from those that come behind them: the queue is emptied first, so
-                # that what follows can run inline again.
+                # What runs alone gains nothing from those behind it: the queue is emptied, the rest can run inline.
                 more = batch.instance.model.alone and scheduler.queued and _now() - now < DRAIN_NS
                 batch = scheduler.due(now) if more else None
         self._ring_held()

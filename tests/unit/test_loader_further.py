@@ -67,6 +67,11 @@ def reasons(root, text: str) -> list[str]:
             ["9 > 4", "got -1", "got 5", "queue policy must have priority level", "Only one priority level"],
         ),
         (
+            f"max_batch_size: 4 {IO} dynamic_batching {{ {'preferred_batch_size: -1 ' * 20} priority_levels: 2 "
+            "default_priority_level: 1 preserve_ordering: true default_queue_policy { timeout_action: DELAY } }",
+            ["got -1", "Only one priority level", "can not have DELAY"],
+        ),
+        (
             f"max_batch_size: 4 {IO} sequence_batching {{ control_input {{ name: 'a' control {{ kind: "
             "CONTROL_SEQUENCE_START } } control_input { name: 'b' control { kind: CONTROL_SEQUENCE_CORRID data_type: "
             "TYPE_FP32 } } control_input { name: 'b' } direct { minimum_slot_utilization: 2 } iterative_sequence: true "

@@ -168,17 +168,18 @@ def _dynamic_rules(config: _Config) -> Iterator[Callable[[], None]]:
     batching, name = config.dynamic_batching, config.name
     policies = [batching.default_queue_policy, *batching.priority_queue_policy.values()]
     what = "dynamic batching preferred size"
-    for size in batching.preferred_batch_size:
+    for size in dict.fromkeys(batching.preferred_batch_size):
         yield partial(validate_preferred, size, config.max_batch_size, what, name, _DYNAMIC)
     yield partial(_validate_priority_levels, batching, name)
     for level in batching.priority_queue_policy:
         yield partial(_validate_policy_level, level, batching.priority_levels, name)
     if batching.preserve_ordering:
-        yield partial(_validate_ordering, batching.priority_levels, policies, name)
+        yield partial(_validate_one_level, batching.priority_levels, name)
+        yield partial(_validate_no_delay, policies, name)
     yield partial(_validate_timeout_actions, policies, name)
     yield partial(validate_microseconds, "max_queue_delay_microseconds", batching.max_queue_delay_microseconds, name)
-    for policy in policies:
-        yield partial(validate_microseconds, "default_timeout_microseconds", policy.default_timeout_microseconds, name)
+    for limit in dict.fromkeys(policy.default_timeout_microseconds for policy in policies):
+        yield partial(validate_microseconds, "default_timeout_microseconds", limit, name)
 
 
 def _validate_priority_levels(batching: Any, name: str) -> None:
@@ -206,9 +207,12 @@ def _validate_policy_level(level: int, levels: int, name: str) -> None:
         )
 
 
-def _validate_ordering(levels: int, policies: Sequence[Any], name: str) -> None:
+def _validate_one_level(levels: int, name: str) -> None:
     if levels > 1:
         raise ModelError(f"Only one priority level is allowed when 'preserve_ordering' is true for {name}")
+
+
+def _validate_no_delay(policies: Sequence[Any], name: str) -> None:
     if any(policy.timeout_action == _Policy.DELAY for policy in policies):
         raise ModelError(
             f"Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true for {name}"

@@ -127,7 +127,7 @@ def _sequence_rules(config: _Config) -> Iterator[Callable[[], None]]:
     if batching.HasField("oldest"):
         oldest, field = batching.oldest, "sequence_batching[0].oldest[0]"
         what = "sequence batching preferred batch size"
-        for size in oldest.preferred_batch_size:
+        for size in dict.fromkeys(oldest.preferred_batch_size):
             yield partial(validate_preferred, size, config.max_batch_size, what, name, field)
         yield partial(validate_microseconds, "max_queue_delay_microseconds", oldest.max_queue_delay_microseconds, name)
         yield partial(_validate_candidates, oldest.max_candidate_sequences, name)
@@ -137,7 +137,8 @@ def _sequence_rules(config: _Config) -> Iterator[Callable[[], None]]:
         yield partial(validate_microseconds, "max_queue_delay_microseconds", direct.max_queue_delay_microseconds, name)
     idle = "max_sequence_idle_microseconds"
     yield partial(validate_microseconds, idle, batching.max_sequence_idle_microseconds, name)
-    yield partial(_validate_sequence_kind, config)
+    yield partial(_validate_iterative, config)
+    yield partial(_validate_not_ragged, config)
     yield from _state_rules(config)
 
 
@@ -154,16 +155,18 @@ def _validate_utilization(share: float, name: str) -> None:
         )
 
 
-def _validate_sequence_kind(config: _Config) -> None:
-    batching, name = config.sequence_batching, config.name
-    if batching.iterative_sequence and not config.model_transaction_policy.decoupled:
+def _validate_iterative(config: _Config) -> None:
+    if config.sequence_batching.iterative_sequence and not config.model_transaction_policy.decoupled:
         raise ModelError(
-            f"iterative_sequence needs model_transaction_policy {{ decoupled: true }} for {name}: each pass may respond"
-            "\n    fix: model_transaction_policy { decoupled: true }",
+            f"iterative_sequence needs model_transaction_policy {{ decoupled: true }} for {config.name}: each pass may "
+            "respond\n    fix: model_transaction_policy { decoupled: true }",
             "sequence_batching[0].iterative_sequence",
         )
-    if any(text.allow_ragged_batch for text in config.input) and batching.state:
-        raise ModelError(f"allow_ragged_batch cannot be combined with sequence_batching.state for {name}")
+
+
+def _validate_not_ragged(config: _Config) -> None:
+    if any(text.allow_ragged_batch for text in config.input) and config.sequence_batching.state:
+        raise ModelError(f"allow_ragged_batch cannot be combined with sequence_batching.state for {config.name}")
 
 
 def _validate_control(control_input: Any, names: set[str], kinds: set[int], name: str) -> None:
@@ -229,12 +232,13 @@ def _state_rules(config: _Config) -> Iterator[Callable[[], None]]:
     name, batching = config.name, config.sequence_batching
     if batching.state:
         yield partial(_validate_state_count, len(batching.state), name)
-    taken = {text.name for text in config.input} | {control.name for control in batching.control_input}
+    inputs = {text.name for text in config.input}
+    taken = inputs | {control.name for control in batching.control_input}
     outputs: set[str] = set()
     for state in batching.state:
         yield partial(_validate_state, state, taken, outputs, name)
     for control in batching.control_input:
-        yield partial(_validate_control_name, config, control.name)
+        yield partial(_validate_control_name, control.name, inputs, name)
 
 
 def _validate_state_count(count: int, name: str) -> None:
@@ -261,9 +265,9 @@ def _validate_state(state: Any, taken: set[str], outputs: set[str], name: str) -
         _validate_initial(prefix, state, initial, name)
 
 
-def _validate_control_name(config: _Config, control: str) -> None:
-    if any(text.name == control for text in config.input):
-        raise ModelError(f"sequence batching control tensor '{control}' is also in 'input' for {config.name}")
+def _validate_control_name(control: str, inputs: set[str], name: str) -> None:
+    if control in inputs:
+        raise ModelError(f"sequence batching control tensor '{control}' is also in 'input' for {name}")
 
 
 def _validate_initial(prefix: str, state: Any, initial: Any, name: str) -> None:
