@@ -150,8 +150,9 @@ class Plan(StaysHere):
         `stream`: of torch, cupy, numba or cuda.core, or its address; None: the caller knows that everything is done.
         `order`: "event", for which the worker waits, 1 s at most; "synchronize": the caller waits for the stream. Where
         no event can be had (all 64 are under way, memory of several GPUs), it is "synchronize". A request without
-        `after` waits for all that this process has enqueued on the GPUs, whatever the stream: that is always right, and
-        the slowest. Work that reads an output's place counts, too: the model writes there.
+        `after` waits for all that this process has enqueued on the GPUs, whatever the stream, and as "synchronize" does
+        for as long as that takes, whatever the request's `timeout`: that is always right, and the slowest. Work that
+        reads an output's place counts, too: the model writes there.
         """
         return OrderedPlan(self, stream, order)
 

@@ -6,6 +6,9 @@ import os
 import signal
 import time
 
+import pytest
+
+from broker.logical_worker import Worker
 from broker.worker.messages import Ping
 from tests.fakes.processes import in_loop, until
 from tests.fakes.workers import (  # noqa: F401 (fixtures)
@@ -43,6 +46,22 @@ async def test_a_worker_that_is_stopped_and_goes_on_is_silent_meanwhile(journal:
         os.kill(pid, signal.SIGCONT)
         await until(lambda: worker.silent_s == 0)
         assert worker.restarts == 0
+
+
+@in_loop
+async def test_the_replacement_of_a_silent_worker_is_not_silent(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(ping_every_s=0.05) as workers:
+        worker = await load(workers, config())
+        pid = worker.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        await until(lambda: worker.silent_s > 0)
+        monkeypatch.setattr(Worker, "look_after", lambda *_: None)  # from here on nobody looks at it
+        os.kill(pid, signal.SIGKILL)
+        await replaced(worker, pid)
+        assert worker.silent_s == 0
 
 
 @in_loop
