@@ -21,6 +21,7 @@ from pathlib import Path
 
 from bench.latency import KIB, MODELS, Case, Client
 from bench.measure import Row, interleave, sample, spread
+from bench.models import chain, identity
 from bench.processes import SAME, SPLIT, UNPINNED, Broker, Companion, placed
 from bench.report import Column, Goal, Table, machine, publish
 from bench.settings import parse
@@ -39,6 +40,7 @@ class Turn:
 
     client: str
     placement: str
+    model: str = "identity"
 
 
 ROWS = {
@@ -47,6 +49,8 @@ ROWS = {
     "hybrid, same core": Turn("hybrid", SAME.name),
     "always block, unpinned": Turn("block", UNPINNED.name),
     "always block, split cores": Turn("block", SPLIT.name),
+    "ensemble of three, unpinned": Turn("hybrid", UNPINNED.name, "chain_3"),
+    "ensemble of three, split cores": Turn("hybrid", SPLIT.name, "chain_3"),
 }
 COLUMNS = (
     Column("before p50 µs", "before", ".2f"),
@@ -60,16 +64,18 @@ COLUMNS = (
 
 def serve() -> None:
     """One state: a broker and a client, which measures when told to. Runs on the modules of its own directory."""
-    with Broker([make(KIB // 4) for make in MODELS.values()]) as broker, contextlib.ExitStack() as stack:
+    models = [make(KIB // 4) for make in MODELS.values()]
+    MODELS["chain_3"] = identity  # as far as its tensors are concerned
+    with Broker([*models, chain(3)]) as broker, contextlib.ExitStack() as stack:
         clients = {"hybrid": Client(broker.url, 50), "block": Client(broker.url, 0)}
         for client in clients.values():
             stack.callback(client.client.close)
         worker = broker.worker()
         print("ready", flush=True)
         for line in sys.stdin:
-            name, placement, seconds = line.rstrip("\n").split(",")
+            name, placement, model, seconds = line.rstrip("\n").split(",")
             with placed(PLACEMENTS[placement], worker):
-                taken = spread(sample(clients[name].infer(Case()), float(seconds)))
+                taken = spread(sample(clients[name].infer(Case(model)), float(seconds)))
             print(taken.p50, taken.p99, flush=True)
 
 
@@ -81,7 +87,7 @@ class State(Companion):
 
     def turn(self, turn: Turn, seconds: float) -> tuple[float, float]:
         """p50 and p99, in µs."""
-        self.tell(f"{turn.client},{turn.placement},{seconds}")
+        self.tell(f"{turn.client},{turn.placement},{turn.model},{seconds}")
         p50, p99 = map(float, self.hear().split())
         return p50, p99
 
