@@ -20,6 +20,7 @@ import contextlib
 import operator
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar, Token
@@ -34,10 +35,14 @@ from shm import messages
 from shm.cuda import sync
 from shm.cuda.descriptor import CudaEvents
 from shm.cuda.driver import Context, find_device
+from shm.cuda.marks import Mark, mark_now
 from shm.errors import Code, ConnectionLost, InferError
 
 Order = Literal["event", "synchronize"]
 EVENTS: Final = 64  # of a ring; when all are in requests that have not ended, the stream is waited for instead
+# Between two looks at a GPU an eighth of the time that it has taken so far, within these bounds.
+SHORTEST_PAUSE_NS: Final = 20_000
+LONGEST_PAUSE_NS: Final = 5_000_000
 
 
 def gpus_of(recipe: Recipe) -> tuple[str, ...]:
@@ -136,16 +141,82 @@ class Wait(NamedTuple):
     gpus: tuple[str, ...]
     stream: int | None
 
-    def is_over(self) -> bool:
-        """Without waiting; of everything nobody can tell."""
-        with Context(ordinal_of(self.gpus[0])):
-            return self.stream is not None and sync.is_done(self.stream)
+    def now(self, deadline_ns: int = 0) -> None:
+        """Raises CudaError for what went wrong on the GPU meanwhile, InferError UNAVAILABLE at the deadline (0: none).
 
-    def now(self) -> None:
-        """Raises CudaError for what went wrong on the GPU meanwhile."""
-        for gpu in self.gpus:
+        Without a deadline the driver waits, which is woken at once. With one it is asked again and again: no call of
+        it knows a deadline.
+        """
+        if not deadline_ns:
+            for gpu in self.gpus:
+                with Context(ordinal_of(gpu)):
+                    sync.synchronize(self.stream)
+        elif (moment := self.begin()) is not None:
+            moment.wait(deadline_ns)
+
+    def begin(self) -> Moment | None:
+        """Look, without waiting: what is left of it; None: nothing. On the caller's thread, which may be what tells
+        its default stream from others.
+        """
+        if self.stream is not None:  # one call, where it has nothing to do
+            with Context(ordinal_of(self.gpus[0])):
+                if sync.is_done(self.stream):
+                    return None
+        moment = Moment(self)
+        return None if moment.is_past() else moment
+
+
+@final
+class Moment:
+    """What GPUs had to do when this was made, and have not done yet. For one thread at a time."""
+
+    __slots__ = ("_marks", "_wait")
+
+    def __init__(self, wait: Wait) -> None:
+        self._wait = wait
+        self._marks: deque[tuple[str, Mark]] = deque()
+        for gpu in wait.gpus:
+            ordinal = ordinal_of(gpu)
+            with Context(ordinal):
+                self._marks.append((gpu, mark_now(ordinal, wait.stream)))
+
+    def is_past(self) -> bool:
+        """Without waiting. Raises CudaError."""
+        while self._marks:
+            gpu, mark = self._marks[0]
             with Context(ordinal_of(gpu)):
-                sync.synchronize(self.stream)
+                if not mark.is_past():
+                    return False
+            self._marks.popleft()
+            mark.drop()
+        return True
+
+    def wait(self, deadline_ns: int) -> None:
+        """Until it is past. Raises CudaError, and InferError UNAVAILABLE at the deadline (0: none)."""
+        began = time.monotonic_ns()
+        try:
+            while not self.is_past():
+                now = time.monotonic_ns()
+                if deadline_ns and now >= deadline_ns:
+                    raise self._too_late()
+                pause_ns = min(max((now - began) // 8, SHORTEST_PAUSE_NS), LONGEST_PAUSE_NS)
+                time.sleep(1e-9 * (min(pause_ns, deadline_ns - now) if deadline_ns else pause_ns))
+        finally:
+            for _, mark in self._marks:
+                mark.drop()
+
+    def _too_late(self) -> InferError:
+        stream = self._wait.stream
+        whose, remedy = (
+            ("this process", "plan.after(stream) waits for the work of one stream alone, plan.after(None) for none")
+            if stream is None
+            else (f"stream {stream:#x}", "give the request a longer timeout, or the stream less to do before it")
+        )
+        return InferError(
+            Code.UNAVAILABLE,
+            f"timeout expired while waiting for work of {whose} on {self._marks[0][0]}, which comes before the "
+            f"request; it was not sent. {remedy}",
+        )
 
 
 def ring_for(said: After | None, gpus: tuple[str, ...], orders: Orders) -> Ring | None:

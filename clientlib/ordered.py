@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypedDict, Unpack, final
 
 from clientlib.arguments import shown
-from clientlib.cuda_order import After, Order, record, ring_for, said_of, stream_address, waits_for
+from clientlib.cuda_order import After, Order, Wait, record, ring_for, said_of, stream_address, waits_for
 from clientlib.process import StaysHere
 from clientlib.results import InferResult
 from shm.errors import Code, InferError
@@ -104,7 +104,8 @@ def in_order(
 ) -> tuple[Bound[Lane], int]:
     """Wait for what the application has enqueued, or have the worker do it: by the event, from 1; 0: none.
 
-    `bind`: gives what the plan is bound by once it has a ring of events.
+    `bind`: gives what the plan is bound by once it has a ring of events. Raises InferError UNAVAILABLE at the deadline
+    (CLOCK_MONOTONIC, 0: none).
     """
     said = said_of(plan)
     ring = ring_for(said, plan.gpus, client.native.orders)
@@ -113,7 +114,7 @@ def in_order(
         bound = bind()
     event = record(said, ring) if bound.events else 0
     if not event and (wait := waits_for(said, plan.gpus)) is not None:
-        wait.now()
+        wait.now(deadline_ns)
     return bound, event
 
 
@@ -131,6 +132,12 @@ async def in_order_async(
         await client.give_events(plan, ring, deadline_ns)
         bound = await bind()
     event = record(said, ring) if bound.events else 0
-    if not event and (wait := waits_for(said, plan.gpus)) is not None and not wait.is_over():
-        await asyncio.to_thread(wait.now)
+    if not event and (wait := waits_for(said, plan.gpus)) is not None:
+        await over(wait, deadline_ns)
     return bound, event
+
+
+async def over(wait: Wait, deadline_ns: int) -> None:
+    """As `Wait.now`, without holding up the event loop."""
+    if (moment := wait.begin()) is not None:
+        await asyncio.to_thread(moment.wait, deadline_ns)

@@ -150,9 +150,9 @@ class Plan(StaysHere):
         `stream`: of torch, cupy, numba or cuda.core, or its address; None: the caller knows that everything is done.
         `order`: "event", for which the worker waits, 1 s at most; "synchronize": the caller waits for the stream. Where
         no event can be had (all 64 are under way, memory of several GPUs), it is "synchronize". A request without
-        `after` waits for all that this process has enqueued on the GPUs, whatever the stream, and as "synchronize" does
-        for as long as that takes, whatever the request's `timeout`: that is always right, and the slowest. Work that
-        reads an output's place counts, too: the model writes there.
+        `after` waits for all that this process has enqueued on the GPUs, whatever the stream: that is always right, and
+        the slowest. What is waited for here counts against the request's `timeout`: past it, UNAVAILABLE is raised and
+        nothing is sent. Work that reads an output's place counts, too: the model writes there.
         """
         return OrderedPlan(self, stream, order)
 
@@ -171,7 +171,7 @@ class Plan(StaysHere):
         if not bound.layout.responses:
             return Single(self._start(deadline_ns, input_slot, None, *options, values, ran))
         if self.gpus:
-            cuda_order.Wait(self.gpus, None).now()
+            cuda_order.Wait(self.gpus, None).now(deadline_ns)
         if (needed := bound.layout.outgrown) is not None:
             bound.layout.outgrown = None
             with contextlib.suppress(InferError):  # without more room responses go on coming in parts

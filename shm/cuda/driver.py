@@ -194,7 +194,7 @@ _contexts: dict[int, Any] = {}
 _retaining = threading.Lock()
 
 
-def _primary(ordinal: int) -> Any:
+def primary(ordinal: int) -> Any:
     """The primary context of a GPU: the one that torch, cupy and the CUDA runtime use. Kept until the process ends."""
     found = _contexts.get(ordinal)
     if found is None:
@@ -216,7 +216,7 @@ def make_current(ordinal: int) -> None:
     if known != ordinal:
         if known is not None:
             call("cuCtxPopCurrent")
-        call("cuCtxPushCurrent", _primary(ordinal))
+        call("cuCtxPushCurrent", primary(ordinal))
         _thread.ordinal = ordinal
 
 
@@ -233,7 +233,7 @@ class Context:
         self._ordinal = ordinal
 
     def __enter__(self) -> Context:
-        call("cuCtxPushCurrent", _primary(self._ordinal))
+        call("cuCtxPushCurrent", primary(self._ordinal))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

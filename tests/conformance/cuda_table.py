@@ -9,6 +9,7 @@ other side of IPC is a second process.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -244,6 +245,28 @@ def case_events() -> Facts:
         right += peer.ask(b"read") == b"%d %d" % (value, value)
     peer.end()
     return {"right": right, "was_pending": pending > 0}
+
+
+def case_event_of_a_context() -> Facts:
+    """It says of all streams, non-blocking ones too, when they have done what they had to do by then; not more."""
+    first, second = (driver.call("cuStreamCreate", NON_BLOCKING) for _ in range(2))
+    event = driver.call("cuEventCreate", 2)
+    gates = [threading.Event(), threading.Event()]
+    callbacks = [ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _, gate=gate: gate.wait(CASE_S)) for gate in gates]
+    context = driver.call("cuCtxGetCurrent")
+    facts: Facts = {"idle": (outcome("cuCtxRecordEvent", context, event), outcome("cuEventSynchronize", event))}
+    for stream, callback, step in zip((first, second), callbacks, ("recorded", None), strict=True):
+        pointer = ctypes.cast(callback, ctypes.c_void_p).value
+        driver.call("cuLaunchHostFunc", stream, driver.bindings().CUhostFn(pointer), 0)
+        if step:
+            facts[step] = outcome("cuCtxRecordEvent", context, event)
+    facts["while_one_works"] = outcome("cuEventQuery", event)
+    gates[0].set()
+    facts["when_that_is_done"] = outcome("cuEventSynchronize", event)
+    facts["the_later_work_goes_on"] = outcome("cuStreamQuery", second)
+    gates[1].set()
+    driver.call("cuCtxSynchronize")
+    return facts
 
 
 def case_vmm() -> Facts:

@@ -7,7 +7,7 @@
  * Environment, read by cuInit: CUSIM_DEVICES (1), CUSIM_MEM_MB per device and process (256), CUSIM_DELAY_US per stream
  * operation (0), CUSIM_PEER (1: devices reach one another), CUSIM_INTEGRATED (0), CUSIM_DRIVER_VERSION (13000),
  * CUDA_VISIBLE_DEVICES; CUSIM_COUNTS=directory: counters of calls in directory/PID; CUSIM_FAIL=function:code[:calls
- * before it], as in cuMemAlloc:2:3.
+ * before it], as in cuMemAlloc:2:3; CUSIM_WITHOUT=function that older drivers lack.
  */
 #pragma once
 #define _GNU_SOURCE
@@ -35,6 +35,7 @@ extern struct settings { int devices; size_t memory; unsigned delay_us; bool pee
 extern int physical_of[MAX_DEVICES]; /* visible ordinal -> simulated device, as CUDA_VISIBLE_DEVICES says */
 extern CUresult sticky;              /* of an asynchronous fault: the context is lost, as on hardware */
 bool is_device(CUdevice device);
+int device_of(CUcontext context);
 int current_device(void);
 
 /* Every function of the API begins with ENTER. It holds the lock to the function's end, counts the call and answers for

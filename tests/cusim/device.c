@@ -100,13 +100,16 @@ CUresult cuGetProcAddress(const char *name, void **function, int version, cuuint
     void *library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD); /* this one */
     *function = dlsym(library, newest);
     if (!*function) *function = dlsym(library, name);
+    const char *without = getenv("CUSIM_WITHOUT");
+    if (without && !strcmp(without, name)) *function = NULL;
     if (status) *status = *function ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
     return *function || status ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 }
 
 /* --- devices --- */
 bool is_device(CUdevice device) { return device >= 0 && device < settings.devices; }
-int current_device(void) { return (int)(stack[depth - 1] - primary); }
+int device_of(CUcontext context) { return (int)(context - primary); }
+int current_device(void) { return device_of(stack[depth - 1]); }
 #define ANSWER_OF(device, what) \
     { ENTER(INITIALISED); if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE; what; return CUDA_SUCCESS; }
 

@@ -4,7 +4,7 @@
 
 struct CUstream_st {
     int device;
-    bool is_default, non_blocking, ended;
+    bool is_default, non_blocking, gathers, ended;
 };
 static TAILQ_HEAD(, operation) operations = TAILQ_HEAD_INITIALIZER(operations); /* of all streams, in their order */
 static uint64_t pushed;
@@ -25,12 +25,13 @@ static void drain(const struct CUstream_st *stream) {
 void drain_device(void) { drain(NULL); }
 
 /* What a stream is to do now. The legacy default stream and the others of its device wait for each other, unless those
- * are non-blocking. */
+ * are non-blocking. One that gathers waits for all of its device, and nobody for it. */
 static struct operation *next_of(const struct CUstream_st *stream) {
     struct operation *each;
     TAILQ_FOREACH(each, &operations, link) {
         const struct CUstream_st *other = each->stream;
         if (other == stream) return each;
+        if (stream->gathers && other->device == stream->device) return NULL;
         bool ordered = other->is_default != stream->is_default && !other->non_blocking && !stream->non_blocking;
         if (ordered && other->device == stream->device) return NULL;
     }
@@ -76,9 +77,9 @@ static void *work(void *argument) {
     return NULL;
 }
 
-static struct CUstream_st *make_stream(bool is_default, bool non_blocking) {
+static struct CUstream_st *make_stream(struct CUstream_st stream) {
     struct CUstream_st *made = malloc(sizeof *made);
-    *made = (struct CUstream_st){current_device(), is_default, non_blocking, false};
+    *made = stream;
     pthread_t thread;
     if (pthread_create(&thread, NULL, work, made) || pthread_detach(thread)) abort(); /* the host's fault, no test's */
     return made;
@@ -87,7 +88,12 @@ static struct CUstream_st *resolve(CUstream handle) { /* 0, legacy (1) and per-t
     static struct CUstream_st *defaults[MAX_DEVICES];
     if ((uintptr_t)handle > 2) return handle;
     struct CUstream_st **standard = &defaults[current_device()];
-    return *standard ? *standard : (*standard = make_stream(true, false));
+    return *standard ? *standard : (*standard = make_stream((struct CUstream_st){current_device(), .is_default = true}));
+}
+static struct CUstream_st *gatherer_of(int device) {
+    static struct CUstream_st *gatherers[MAX_DEVICES];
+    struct CUstream_st **one = &gatherers[device];
+    return *one ? *one : (*one = make_stream((struct CUstream_st){device, .non_blocking = true, .gathers = true}));
 }
 CUresult push(CUstream stream, struct operation operation) {
     struct operation *made = malloc(sizeof *made);
@@ -105,7 +111,7 @@ CUresult run_at_once(struct operation operation) {
 }
 
 CUresult cuStreamCreate(CUstream *stream, unsigned flags)
-    ANSWER(CONTEXT, *stream = make_stream(false, flags & CU_STREAM_NON_BLOCKING))
+    ANSWER(CONTEXT, *stream = make_stream((struct CUstream_st){current_device(), .non_blocking = flags & CU_STREAM_NON_BLOCKING}))
 CUresult cuStreamDestroy(CUstream stream) {
     ENTER(CONTEXT);
     if ((uintptr_t)stream <= 2) return CUDA_ERROR_INVALID_HANDLE;
@@ -137,6 +143,12 @@ CUresult cuEventDestroy(CUevent event) { /* its page stays: operations in some q
 }
 CUresult cuEventRecord(CUevent event, CUstream stream)
     GIVES(CONTEXT, push(stream, (struct operation){.what = RECORD, .event = event, .mark = ++event->issued}))
+CUresult cuCtxRecordEvent(CUcontext context, CUevent event) {
+    ENTER(INITIALISED);
+    int device = device_of(context);
+    if (!is_device(device)) return CUDA_ERROR_INVALID_CONTEXT;
+    return push(gatherer_of(device), (struct operation){.what = RECORD, .event = event, .mark = ++event->issued});
+}
 CUresult cuEventQuery(CUevent event) GIVES(CONTEXT, event->done < event->issued ? CUDA_ERROR_NOT_READY : sticky)
 CUresult cuEventSynchronize(CUevent event) GIVES(CONTEXT, (await(event, event->issued), sticky))
 CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) /* for the latest record, none that comes */

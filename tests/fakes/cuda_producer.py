@@ -114,6 +114,26 @@ class Producer(User):
         self._after(order).infer(timeout=30)
         return self.read(wanted)
 
+    def run_within(self, order: str, timeout: float) -> None:
+        """One request that may take so long."""
+        self._after(order).infer(timeout=timeout)
+
+    def stream_within(self, url: str, timeout: float, on_loop: bool) -> int:
+        """How many responses `square` has to a number on the GPU that is there late, and later than that."""
+        where = {"IN": self.regions["r"].tensor((1,), "INT32")}
+        if not on_loop:
+            with self.client.prepare("square", where).stream(timeout) as responses:
+                return len(list(responses))
+
+        async def go() -> int:
+            client = await clientlib.connect_async(url)
+            region = await client.alloc_cuda("r", APART)
+            plan = await client.prepare("square", {"IN": region.tensor((1,), "INT32")})
+            async with plan.stream(timeout) as responses:
+                return len([response async for response in responses])
+
+        return asyncio.run(go())
+
     def run_many(self, count: int) -> list[float]:
         """Requests one after the other, each after a write of its number."""
         found = []
@@ -122,8 +142,8 @@ class Producer(User):
             found.append(self.run("event", "OUTPUT0"))
         return found
 
-    def run_async(self, url: str, order: str) -> float:
-        """The same as `run`, by a client for event loops, on memory of its own."""
+    def run_async(self, url: str, order: str, timeout: float = 30, late: bool = False) -> float:
+        """The same as `run`, by a client for event loops, on memory of its own. `late`: the gate stays closed."""
 
         async def go() -> float:
             client = await clientlib.connect_async(url)
@@ -138,12 +158,15 @@ class Producer(User):
                 driver.call("cuMemsetD8Async", region.pointer, 0, 3 * APART, self.stream.handle)
                 self.stream.synchronize()
             self.write_late({"INPUT0": 20, "INPUT1": 3})
-            self.open_later()
+            if not late:
+                self.open_later()
             said: Any = plan.after(self.stream, order) if order else plan
-            await said.infer(timeout=30)
-            found = self.read("OUTPUT0")
-            await client.close()
-            return found
+            try:
+                await said.infer(timeout=timeout)
+                return self.read("OUTPUT0")
+            finally:
+                self.open_gate()
+                await client.close()
 
         return asyncio.run(go())
 

@@ -23,6 +23,10 @@ from tests.integration.test_cuda_served import ADDER, GPU_PIPE, IDENTITY, PIPE, 
 pytestmark = pytest.mark.timeout(120)
 EVENTS = 64  # clientlib.cuda_order's
 PATIENCE_S = 4  # of the workers: enough to open a gate meanwhile on a busy machine
+SQUARE = """backend: "square" max_batch_size: 0 model_transaction_policy { decoupled: true }
+input [ { name: "IN" data_type: TYPE_INT32 dims: [ 1 ] } ]
+output [ { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] } ]
+"""
 VAIN = f"the event of this request did not happen within {PATIENCE_S} s"
 
 
@@ -31,6 +35,7 @@ def broker(cuda_sim: CudaEnv, tmp_path_factory: pytest.TempPathFactory) -> Itera
     directory = tmp_path_factory.mktemp("order")
     repository = directory / "repository"
     models.write_model(repository, "on_cpu", config=IDENTITY % "KIND_CPU")
+    models.write_model(repository, "square", config=SQUARE)
     models.write_model(repository, "pipe", config=PIPE)
     models.write_model(repository, "gpu_pipe", config=GPU_PIPE)
     models.write_model(repository, "add", config=ADDER)
@@ -105,6 +110,47 @@ def test_the_client_waits_where_there_is_no_event(user: Child, order: str) -> No
     user.call("write_late", {"INPUT0": 10, "INPUT1": 20})
     user.call("open_later")
     assert user.call("run", order, "OUTPUT0") == 30
+
+
+IN_VAIN = r"^\[UNAVAILABLE\] timeout expired while waiting for work of .* on GPU-.*; it was not sent\. "
+
+
+@pytest.mark.parametrize("without", ["", "cuCtxRecordEvent"])
+@pytest.mark.parametrize("order", ["", "synchronize"])
+def test_the_client_waits_no_longer_than_the_timeout_and_sends_nothing(
+    broker: Broker, cuda_sim: CudaEnv, pid: int, order: str, without: str
+) -> None:
+    """Also with a driver that has no events of a context."""
+    with producer(broker, cuda_sim.with_settings(CUSIM_WITHOUT=without)) as child:
+        prepared(child)
+        for value in (10, 20):
+            runs = cuda_sim.calls(pid)["cuLaunchHostFunc"]
+            child.call("write_late", {"INPUT0": value, "INPUT1": 5})
+            with pytest.raises(InferError, match=IN_VAIN):
+                child.call("run_within", order, 0.05)
+            child.call("open_gate")
+            assert child.call("run_within", "none", 30) is None
+            assert cuda_sim.calls(pid)["cuLaunchHostFunc"] == runs + 1
+            child.call("write_late", {"INPUT0": value, "INPUT1": 5})
+            child.call("open_later")
+            child.call("run_within", order, 30)
+            assert child.call("read", "OUTPUT0") == value + 5
+
+
+@pytest.mark.parametrize("order", ["", "synchronize"])
+def test_nor_does_a_client_on_an_event_loop(broker: Broker, shared: Child, order: str) -> None:
+    with pytest.raises(InferError, match=IN_VAIN):
+        shared.call("run_async", f"ipc://{broker.directory}", order, 0.05, True)
+
+
+@pytest.mark.parametrize("on_loop", [False])
+def test_nor_does_a_stream_of_responses(broker: Broker, user: Child, on_loop: bool) -> None:
+    url = f"ipc://{broker.directory}"
+    user.call("write_late", {"INPUT0": 0})
+    with pytest.raises(InferError, match=IN_VAIN):
+        user.call("stream_within", url, 0.05, on_loop)
+    user.call("open_gate")
+    assert user.call("stream_within", url, 30, on_loop) == 0
 
 
 @pytest.mark.parametrize("order", ["event", "synchronize", ""])
