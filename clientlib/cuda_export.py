@@ -6,6 +6,7 @@ created for memory that exists: it has one.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,17 +99,38 @@ def allocate(name: str, byte_size: object, device: object) -> Exported:
     size = whole(byte_size, "byte_size", 1)  # type: ignore[arg-type]
     what = f"cannot allocate '{name}'"
     chosen = driver.devices(what)[0] if device is None else driver.find_device(uuid_of(device), what)
-    with Context(chosen.ordinal):
-        try:
-            return _allocate_vmm(size, chosen)
-        except CudaError as error:
-            if error.number != driver.NOT_SUPPORTED:
-                raise
-        _check_platform(name, chosen.ordinal)
-        return _allocate_legacy(size, chosen)
+    try:
+        with Context(chosen.ordinal):
+            return _allocate(name, size, chosen)
+    except CudaError as error:
+        if error.number != driver.OUT_OF_MEMORY:
+            raise
+        raise _full(what, size, chosen) from None
 
 
 # --- inside ---------------------------------------------------------------------------------------------------------
+
+
+def _allocate(name: str, size: int, device: Device) -> Exported:
+    try:
+        return _allocate_vmm(size, device)
+    except CudaError as error:
+        if error.number != driver.NOT_SUPPORTED:
+            raise
+    _check_platform(name, device.ordinal)
+    return _allocate_legacy(size, device)
+
+
+def _full(what: str, size: int, device: Device) -> InferError:
+    left = "not even a context of this process fits"
+    with contextlib.suppress(InferError), Context(device.ordinal):
+        free, total = driver.free_memory()
+        left = f"{free} of {total} bytes are free"
+    return InferError(
+        Code.UNAVAILABLE,
+        f"{what}: {device.name}, {device.uuid}, has no {size} bytes left: {left}. Unregister regions that are not used "
+        "any more, see by `nvidia-smi` who has the rest, ask for less, or name another GPU (device=)",
+    )
 
 
 def _allocate_vmm(size: int, device: Device) -> Exported:

@@ -247,6 +247,12 @@ def has_context(ordinal: int) -> bool:
     return bool(flags_and_active and flags_and_active[1])
 
 
+def free_memory() -> tuple[int, int]:
+    """Bytes that are free on the current GPU, and of how many; zeros where it does not say."""
+    free, total = attempt("cuMemGetInfo") or (0, 0)
+    return int(free), int(total)
+
+
 def integrated(ordinal: int) -> bool:
     """Does the GPU use the host's memory, as those of Jetson do?"""
     return bool(call("cuDeviceGetAttribute", bindings().CUdevice_attribute.CU_DEVICE_ATTRIBUTE_INTEGRATED, ordinal))

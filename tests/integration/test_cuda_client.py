@@ -91,6 +91,28 @@ def test_without_vmm_it_is_an_allocation_of_its_own(cuda_sim: CudaEnv, broker: C
         assert (memory.kind, memory.allocation_size) == ("legacy", 2 << 20)
 
 
+@pytest.mark.parametrize(
+    ("settings", "left"),
+    [
+        ({"CUSIM_MEM_MB": 64}, "62914560 of 67108864 bytes are free"),  # the application has 4 MiB
+        ({"CUSIM_MEM_MB": 64, "CUSIM_FAIL": "cuMemCreate:801"}, "62914560 of 67108864 bytes are free"),
+        ({"CUSIM_FAIL": "cuDevicePrimaryCtxRetain:2"}, "not even a context of this process fits"),
+    ],
+)
+def test_a_full_gpu_is_told_with_its_figures(
+    cuda_sim: CudaEnv, broker: CudaBroker, settings: dict[str, object], left: str
+) -> None:
+    has_none = ["no"] if "context" in left else []
+    with Child(cuda_sim.with_settings(**settings), APPLICATION, str(broker.directory), *has_none) as application:
+        assert refusal(application, "alloc_cuda", "big", 1 << 30) == (
+            f"UNAVAILABLE: cannot allocate 'big': SIMULATED GPU 0 (cusim), {cuda_sim.devices()[0]}, has no 1073741824 "
+            f"bytes left: {left}. Unregister regions that are not used any more, see by `nvidia-smi` who has the rest, "
+            "ask for less, or name another GPU (device=)"
+        )
+        if not has_none:
+            application.call("alloc_cuda", "small", 4096)
+
+
 def test_memory_is_held_until_unregister_has_returned(broker: CudaBroker, application: Child) -> None:
     before = application.call("free_bytes")
     application.call("alloc_cuda", "r", 3 << 20)

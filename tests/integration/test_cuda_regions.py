@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -272,5 +273,6 @@ def test_a_worker_without_memory_for_a_mapping_refuses_and_goes_on(cuda_sim: Cud
         Child(full, "tests.fakes.cuda_roles:Worker") as worker,
     ):
         worker.call("add", 2, 1, block(application))
-        assert "CUDA_ERROR_OUT_OF_MEMORY" in refused(worker, block(application))
+        why = refused(worker, block(application))
+        assert re.search(r"CUDA_ERROR_OUT_OF_MEMORY \(2\): of GPU-\S+ \d+ of \d+ bytes are free", why)
         assert worker.call("read", 2) == 1

@@ -22,7 +22,16 @@ from typing import Final, final
 
 from shm.cuda import handles
 from shm.cuda.descriptor import LEGACY, CudaMemory, allocation_of
-from shm.cuda.driver import ALREADY_MAPPED, Context, CudaError, call, find_device, pointer_attribute
+from shm.cuda.driver import (
+    ALREADY_MAPPED,
+    OUT_OF_MEMORY,
+    Context,
+    CudaError,
+    call,
+    find_device,
+    free_memory,
+    pointer_attribute,
+)
 from shm.errors import Code, InferError
 
 ALIGNMENT: Final = 256  # bytes; what runtimes expect of a tensor's address, and what every allocation starts at
@@ -211,11 +220,11 @@ class CudaRegions:
             if error.sticky:
                 raise
             if error.number != ALREADY_MAPPED or not self._evict(owner):
-                raise _invalid(name, error.message) from None
+                raise _invalid(name, self._told(error)) from None
             try:
                 opened = self._map(memory, fd)
             except CudaError as again:
-                raise _invalid(name, again.message) from None
+                raise _invalid(name, self._told(again)) from None
         self.opens += 1
         try:
             self._check_size(name, memory, opened)
@@ -226,6 +235,12 @@ class CudaRegions:
         if opened.known_as is not None:
             self._known[opened.known_as] = opened
         return opened
+
+    def _told(self, error: CudaError) -> str:
+        if error.number != OUT_OF_MEMORY:
+            return error.message
+        free, total = free_memory()
+        return f"{error.message}: of {self._device.uuid} {free} of {total} bytes are free"
 
     def _map(self, memory: CudaMemory, fd: int) -> Opened:
         if memory.kind == LEGACY:

@@ -13,7 +13,7 @@ from broker.repository.config import ModelConfig
 from broker.worker.backends import OnGpu, Operand
 from broker.worker.cuda.streams import Bytes, Lane
 from shm import datatypes
-from shm.cuda.driver import OUT_OF_MEMORY, Context, CudaError, attempt, call, make_current
+from shm.cuda.driver import OUT_OF_MEMORY, Context, CudaError, call, free_memory, make_current
 from shm.errors import Code, InferError
 
 KEPT: Final = 256 << 20  # bytes of one tensor: a GPU is everybody's, and one client may send what nobody else does
@@ -35,7 +35,7 @@ class DeviceBuffer:
         except CudaError as error:
             if error.number != OUT_OF_MEMORY:
                 raise
-            free, total = attempt("cuMemGetInfo") or (0, 0)
+            free, total = free_memory()
             raise InferError(
                 Code.UNAVAILABLE,
                 f"the GPU has no {self.size} bytes left for this request: {free} of {total} bytes are free",

@@ -14,7 +14,7 @@ from broker.worker.cuda.mirrors import Mirror, Mirrors
 from broker.worker.cuda.regions import CudaRegion, CudaRegions
 from broker.worker.cuda.streams import Bytes, address, end_if_lost
 from broker.worker.messages import AddRegion
-from shm.cuda.driver import Context, CudaError, attempt, call, devices, find_device, has_context, make_current
+from shm.cuda.driver import Context, CudaError, call, devices, find_device, free_memory, has_context, make_current
 from shm.errors import Code, InferError
 from shm.statistics import GPU_CLOSES, GPU_EVICTIONS, GPU_OPEN_BYTES, GPU_OPENS
 
@@ -49,8 +49,8 @@ def used_memory(device: str) -> int:
     if not has_context(ordinal):
         return 0
     with Context(ordinal):
-        free, total = attempt("cuMemGetInfo") or (0, 0)
-    return int(total - free)
+        free, total = free_memory()
+    return total - free
 
 
 @final
