@@ -139,6 +139,10 @@ class Catalogue:
         """How long the latest load of a known version took that succeeded."""
         return self.known[model].versions[version].load_s
 
+    def configured(self, model: str, version: int) -> ModelConfig | None:
+        """With which configuration a known version serves, or served last; None: it never did."""
+        return self.known[model].versions[version].config
+
     def backends(self) -> set[str]:
         """Those of the models that were loaded."""
         return {version.config.backend for _, _, version in self.versions() if version.config is not None}

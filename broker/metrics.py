@@ -5,7 +5,8 @@ are in nanoseconds, histograms are counts up to each bound of `shm.statistics.BO
 go back while the broker runs.
 
     models      model_stats, and: latency, failures by Triton's reason, load_s (how long the latest load took), cached
-                (are answers kept?), memory_bytes (`broker.model_sizes`), leases (on the model, any version)
+                (are answers kept?), memory_bytes (`broker.model_sizes`), leases (on the model, any version), tags
+                (of metric_tags), first_response (where it has buckets of its own: buckets in ms, counts, ns)
     model_memory_limit  bytes, --model-memory-limit; 0: none
     transports  native, http, grpc, zmq → requests, and for gateways' ones: failed, ns, latency
     copied_bytes  reason → what gateways copied (a model's own `copied_bytes` are its workers')
@@ -32,6 +33,7 @@ from broker.leases import Leases
 from broker.model_memory import ModelMemory
 from broker.records import CLIENT
 from broker.registry import Registry
+from broker.repository.config import ModelConfig
 from broker.statistics_blocks import StatisticsBlocks
 from shm.gateway_counters import GatewayCounters, copied_bytes, totals
 from shm.statistics import (
@@ -98,6 +100,9 @@ class Models(Protocol):
 
     def load_seconds(self, model: str, version: int) -> float:
         """How long its latest successful load took."""
+
+    def configured(self, model: str, version: int) -> ModelConfig | None:
+        """With which configuration it serves."""
 
 
 class Worker(Protocol):
@@ -169,8 +174,10 @@ class MetricsDocument:
         name, version = row["name"], int(row["version"])
         distribution = self._blocks.distribution(name, version)
         failed = row["inference_stats"]["fail"]["count"]
+        config = self._models.configured(name, version)
         return {
             **row,
+            **(self._of_configuration(config, version) if config is not None else {}),
             "latency": distribution["latency"],
             "cached": distribution["cached"],
             "failures": {
@@ -183,6 +190,13 @@ class MetricsDocument:
             "memory_bytes": self._models.memory.sizes.of(name, version),
             "leases": self._models.leases.count(name),
         }
+
+    def _of_configuration(self, config: ModelConfig, version: int) -> dict[str, Any]:
+        document: dict[str, Any] = {"tags": config.metric_tags}
+        if buckets := config.first_response_buckets:
+            counted = self._blocks.own_distribution(config.name, version, len(buckets))
+            document["first_response"] = {"buckets": buckets, **counted}
+        return document
 
     def _cache(self) -> dict[str, int]:
         blocks = [self._blocks.of_worker(worker.key) for worker in self._workers]

@@ -50,7 +50,13 @@ from shm.statistics import (
     LATENCY,
     LONGEST,
     MAX_BATCH,
+    NO_BOUND,
     OUTPUT_NS,
+    OWN_BOUNDS,
+    OWN_BUCKETS,
+    OWN_HIT_LATENCY,
+    OWN_LATENCY,
+    OWN_WORDS,
     PENDING,
     PINNED_BYTES,
     QUEUE_NS,
@@ -112,6 +118,17 @@ class StatisticsBlocks:
         """A load begins: what runs of another one took tells nothing of it."""
         for block in blocks:
             self.page.words[block * BLOCK + LONGEST] = self.page.words[block * BLOCK + LARGEST] = 0
+
+    def bound(self, owner: Owner, bounds: Sequence[int]) -> None:
+        """From now on its requests are counted by these durations, too: ns, ascending, at most OWN_BUCKETS.
+
+        What was counted by others is forgotten.
+        """
+        wanted = [*bounds, *[NO_BOUND] * (OWN_BUCKETS - len(bounds))] if bounds else [0] * OWN_BUCKETS
+        for block in self._of(owner):
+            if block[OWN_BOUNDS:OWN_LATENCY].tolist() != wanted:
+                for at, word in enumerate([*wanted, *[0] * (2 * OWN_WORDS)], OWN_BOUNDS):
+                    block[at] = word
 
     def of_worker(self, key: str) -> memoryview:
         """The words of a worker's own block."""
@@ -250,6 +267,14 @@ class StatisticsBlocks:
             "cached": any(block[CACHED] for block in blocks),
             "refused_early": sum(block[REFUSED_EARLY] for block in blocks),
         }
+
+    def own_distribution(self, model: str, version: int, bounds: int) -> dict[str, Any]:
+        """By the `bounds` durations that `bound` was given: how many up to each, how many above, and the sum in ns."""
+        sums = [
+            sum(block[OWN_LATENCY + at] + block[OWN_HIT_LATENCY + at] for block in self._of((model, version)))
+            for at in range(OWN_WORDS)
+        ]
+        return {"counts": sums[: bounds + 1], "ns": sums[-1]}
 
     def _of(self, owner: Owner) -> list[memoryview]:
         return [self.page.block(block) for held in self._blocks.get(owner, {}).values() for block in held]

@@ -142,6 +142,7 @@ class VersionLife:
         previous, version.workers, old_files, version.files = version.workers, workers, version.files, files
         version.config, version.generation, version.state, version.reason = config, generation, READY, ""
         version.load_s = time.monotonic() - began
+        self._workers.blocks.bound((config.name, number), [round(ms * 1e6) for ms in config.first_response_buckets])
         left = [self._leave(worker, config.name, number) for worker in previous if worker not in workers]
         for problem in await asyncio.gather(*left, return_exceptions=True):
             if isinstance(problem, BaseException):

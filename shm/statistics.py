@@ -46,7 +46,14 @@ FULL, PREFERRED, DELAY, IDLE = range(len(CLOSED_BY))
 LONGEST = CLOSED + len(CLOSED_BY)  # ns: the longest run of any size, or preparation of one, since the load
 LARGEST = LONGEST + 1  # 1 + rows of the largest batch among those runs; 0: none was measured
 CLOSING = LARGEST + 1  # CLOCK_MONOTONIC ns when `close` of the backend began that goes on; 0: none does
-BATCHES = CLOSING + 1  # 4 words per batch size 1..MAX_BATCH: executions, input ns, infer ns, output ns
+# Successful requests by durations that the model itself asks for (`model_metrics`): the broker writes the bounds
+OWN_BUCKETS = 16  # of one model, at most
+OWN_BOUNDS = CLOSING + 1  # .. +OWN_BUCKETS-1: ns, ascending, NO_BOUND behind the last; the first 0: there are none
+NO_BOUND = 2**64 - 1
+OWN_WORDS = OWN_BUCKETS + 2  # counts up to each bound and above all of them, and the sum of all durations, ns
+OWN_LATENCY = OWN_BOUNDS + OWN_BUCKETS  # OWN_WORDS of what instances ran
+OWN_HIT_LATENCY = OWN_LATENCY + OWN_WORDS  # and of cache hits
+BATCHES = OWN_HIT_LATENCY + OWN_WORDS  # 4 words per batch size 1..MAX_BATCH: executions, input ns, infer ns, output ns
 RESPONSE_WORDS, RESPONSE_INDICES = 10, 32  # later responses of a request are counted at the last index
 RESPONSES = BLOCK - RESPONSE_WORDS * RESPONSE_INDICES  # of decoupled models, see `broker.worker.response_statistics`
 MAX_BATCH = (RESPONSES - BATCHES) // 4  # larger batches are counted at this size
@@ -70,6 +77,25 @@ GPU_USED = 23  # bytes of the worker's own GPU that are in use, by whomever; 0: 
 def bucket(ns: int) -> int:
     """Which of the LATENCIES a duration is counted in: the first whose bound it does not exceed."""
     return bisect_left(BOUNDS_NS, ns)
+
+
+def count_latency(block: memoryview, ns: int, count: int = 1) -> None:
+    """`count` requests that took `ns` each."""
+    block[LATENCY + bucket(ns)] += count
+    if block[OWN_BOUNDS]:
+        _count_own(block, OWN_LATENCY, ns, count)
+
+
+def count_hit_latency(block: memoryview, ns: int) -> None:
+    """A request that the cache answered in `ns`."""
+    block[HIT_LATENCY + bucket(ns)] += 1
+    if block[OWN_BOUNDS]:
+        _count_own(block, OWN_HIT_LATENCY, ns, 1)
+
+
+def _count_own(block: memoryview, at: int, ns: int, count: int) -> None:
+    block[at + bisect_left(block[OWN_BOUNDS : OWN_BOUNDS + OWN_BUCKETS].tolist(), ns)] += count
+    block[at + OWN_WORDS - 1] += ns * count
 
 
 @final

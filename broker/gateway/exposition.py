@@ -18,20 +18,17 @@ from prometheus_client.core import (
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
-    SummaryMetricFamily,
 )
 
 from broker.gateway.exposition_cache import cache_families
-from broker.gateway.exposition_parts import MODEL, PlainCounter, Row, counter, labels_of
+from broker.gateway.exposition_latency import QUANTILES, first_response, summaries
+from broker.gateway.exposition_parts import MODEL, PlainCounter, Row, counter, labels_of, tagged
 from shm.statistics import BOUNDS_NS
 
 Document = Mapping[str, Any]
 
-FIRST_RESPONSE_MS = (100, 500, 2000, 5000)  # Triton's default buckets; all of them are bounds that are counted
-QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)  # Triton's default
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 _INTEGERS = re.compile(rb"(?m)^([^#\n].* \d+)\.0$")  # Triton writes 3, the client library 3.0
-_PARTS = ("queue", "compute_input", "compute_infer", "compute_output")
 
 
 @final
@@ -65,7 +62,8 @@ def text(document: Document, config: Config, host: Mapping[str, float]) -> bytes
     """The exposition. `host`: nv_cpu_… gauges by name."""
     models = document["models"]
     cache = cache_families(document["cache"], models, durations=config.counters, summaries=config.summaries)
-    families = [*_triton(models, config), *cache, *_host(host), *_ours(document)]
+    tritons = tagged([*_triton(models, config), *cache], models)
+    families = [*tritons, *_host(host), *_ours(document)]
     return _INTEGERS.sub(rb"\1", _plain_counters(generate_latest(_Families(families)), families))
 
 
@@ -136,9 +134,9 @@ def _triton(models: Sequence[Row], config: Config) -> Iterator[Metric]:
     yield pending
     yield load
     if config.histograms:
-        yield _first_response(models)
+        yield first_response(models)
     if config.summaries:
-        yield from _summaries(models, config.quantiles)
+        yield from summaries(models, config.quantiles)
     for name, what in (("total", "size"), ("used", "part in use")):
         pool = GaugeMetricFamily(f"nv_pinned_memory_pool_{name}_bytes", f"Bytes of the pinned memory pool: {what}")
         pool.add_metric((), 0)  # there is no such pool: tensors stay in clients' memory
@@ -159,48 +157,6 @@ def _durations(models: Sequence[Row]) -> Iterator[Metric]:
         for row in models:
             family.add_metric(labels_of(row), row["inference_stats"][part]["ns"] // 1000)
         yield family
-
-
-def _first_response(models: Sequence[Row]) -> Metric:
-    family = HistogramMetricFamily(
-        "nv_inference_first_response_histogram_ms",
-        "Requests by milliseconds until their first response",
-        labels=MODEL,
-    )
-    for row in models:
-        below = dict(zip(BOUNDS_NS, accumulate(row["latency"]), strict=False))
-        buckets = [(str(float(bound)), float(below[bound * 1_000_000])) for bound in FIRST_RESPONSE_MS]
-        buckets.append(("+Inf", float(sum(row["latency"]))))
-        family.add_metric(labels_of(row), buckets, row["inference_stats"]["success"]["ns"] / 1e6)
-    return family
-
-
-def _summaries(models: Sequence[Row], quantiles: Sequence[float]) -> Iterator[Metric]:
-    """Of all time. Quantiles exist for whole requests only, interpolated between the bounds that are counted."""
-    for part, name in (("success", "request"), *((part, part) for part in _PARTS)):
-        family = SummaryMetricFamily(
-            f"nv_inference_{name}_summary_us", f"Microseconds of successful requests: {name}", labels=MODEL
-        )
-        for row in models:
-            stats = row["inference_stats"][part]
-            labels = dict(zip(MODEL, labels_of(row), strict=True))
-            for quantile in quantiles if part == "success" else ():
-                value = quantile_ns(row["latency"], quantile) / 1000
-                family.add_sample(family.name, {**labels, "quantile": str(quantile)}, value)
-            family.add_metric(labels_of(row), stats["count"], stats["ns"] / 1000)
-        yield family
-
-
-def quantile_ns(latency: Sequence[int], quantile: float) -> float:
-    """The duration that `quantile` of all requests did not exceed; NaN without any. At most the highest bound."""
-    if not any(latency):
-        return float("nan")
-    wanted, below, lower = quantile * sum(latency), 0, 0
-    for upper, count in zip(BOUNDS_NS, latency, strict=False):
-        if count and below + count >= wanted:
-            return float(lower + (upper - lower) * (wanted - below) / count)
-        below, lower = below + count, upper
-    return float(BOUNDS_NS[-1])
 
 
 def _host(host: Mapping[str, float]) -> Iterator[Metric]:

@@ -21,6 +21,23 @@ def labels_of(row: Row) -> tuple[str, str]:
     return row["name"], row["version"]
 
 
+def tagged(families: Sequence[Metric], models: Sequence[Row]) -> Sequence[Metric]:
+    """With the labels `_KEY` of models' `metric_tags`, as in Triton. Changes the families."""
+    tags = {
+        labels_of(row): {f"_{key}": value for key, value in row["tags"].items()} for row in models if row.get("tags")
+    }
+    for family in families if tags else ():
+        family.samples = [
+            sample._replace(labels={**sample.labels, **tags.get(_model_of(sample.labels), {})})
+            for sample in family.samples
+        ]
+    return families
+
+
+def _model_of(labels: Mapping[str, str]) -> tuple[str, str]:
+    return labels.get("model", ""), labels.get("version", "")
+
+
 def counter(name: str, documentation: str, models: Sequence[Row], value: Callable[[Row], float]) -> Metric:
     """One of Triton's counters, per model."""
     family = PlainCounter(name, documentation, labels=MODEL)

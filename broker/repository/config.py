@@ -75,7 +75,6 @@ class InstanceGroup(msgspec.Struct, frozen=True, kw_only=True):
     kind: str = "KIND_CPU"
     count: int = 1
     gpus: tuple[int, ...] = ()
-    passive: bool = False
     resources: tuple[Resource, ...] = ()
     priority: int = 1
     profiles: tuple[int, ...] = ()
@@ -101,6 +100,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     `stamps`: version number → `file_stamp` of the model file that was read; none for backends whose files are not read.
     `json`: the whole configuration in Triton's JSON form, for `GET /v2/models/M/config`.
     `notes`: what the loader changed or ignored, each reported once at load.
+    `first_response_buckets`: of `model_metrics`, in ms, ascending; (): the default ones.
+    `graph_level`: `optimization.graph.level`.
     `max_batch_size_completed`: nobody wrote `max_batch_size`, auto-completion chose it.
     `origins`: only when asked for. Field path ("input[x].dims") → "file", "model", "default" or "override".
     `explanation`: only when asked for. The configuration as config.pbtxt text, the origin beside every line.
@@ -127,6 +128,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     response_cache: bool = False
     warm_up: tuple[WarmUp, ...] = ()
     metric_tags: dict[str, str] = {}
+    first_response_buckets: tuple[float, ...] = ()
+    graph_level: int = 0
     decoupled: bool = False
     stateful: bool = False
     parameters: dict[str, str] = {}

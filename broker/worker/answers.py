@@ -335,5 +335,4 @@ def _count_ending(block: memoryview, request: Request) -> None:
     block[statistics.QUEUE_NS] += request.queue_ns
     block[statistics.INFER_NS] += request.infer_ns
     block[statistics.OUTPUT_NS] += request.output_ns
-    took = request.queue_ns + request.infer_ns + request.output_ns
-    block[statistics.LATENCY + statistics.bucket(took)] += 1
+    statistics.count_latency(block, request.queue_ns + request.infer_ns + request.output_ns)

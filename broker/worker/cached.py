@@ -10,8 +10,8 @@ been copied from there (`broker.worker.cuda.execute`).
 
 from __future__ import annotations
 
+import logging
 import struct
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -25,6 +25,7 @@ from shm.parameters import fits_beside
 from shm.parameters import key_of as parameters_key
 
 _now = time.monotonic_ns
+_log = logging.getLogger(__name__)
 
 
 @final
@@ -66,7 +67,7 @@ class Cached:
         with self._lock:
             block[statistics.CACHE_HITS] += 1
             block[statistics.CACHE_HIT_NS] += took
-            block[statistics.HIT_LATENCY + statistics.bucket(took)] += 1
+            statistics.count_hit_latency(block, took)
             block[statistics.COPIED + statistics.REASONS.index("cache")] += request.copied
         return True
 
@@ -84,12 +85,14 @@ class Cached:
             self._told = True
             model, version, _ = self._owner
             size = sum(len(each.data) for each in response.outputs)
-            print(
-                f"Failed to insert key [{key[1].hex()}] into response cache: a response of {size} bytes of model "
-                f"'{model}' version {version} is not cached, the cache has {self._cache.byte_size} (--cache-config "
-                "local,size=…); others like it are not mentioned",
-                file=sys.stderr,
-                flush=True,
+            _log.error(
+                "Failed to insert key [%s] into response cache: a response of %d bytes of model '%s' version %d is not"
+                " cached, the cache has %d (--cache-config local,size=…); others like it are not mentioned",
+                key[1].hex(),
+                size,
+                model,
+                version,
+                self._cache.byte_size,
             )
         took = _now() - began
         block[statistics.CACHE_KEEP_NS] += took

@@ -54,7 +54,7 @@ class Counted:
         block[statistics.EXECUTIONS] += 1
         block[statistics.LAST_MS] = int(time.time() * 1000)
         took = queue_ns // count + input_ns + infer_ns + output_ns
-        block[statistics.LATENCY + statistics.bucket(took)] += count
+        statistics.count_latency(block, took, count)
         self.typical[rows] = follow(self.typical.get(rows, 0), input_ns + infer_ns + output_ns)
         at = statistics.BATCHES + 4 * (min(size or rows or 1, statistics.MAX_BATCH) - 1)
         block[at] += 1
@@ -90,7 +90,7 @@ class Counted:
             block[at] += same
             block[at + 2] += infer_ns * same // count
         for each in took:
-            block[statistics.LATENCY + statistics.bucket(each)] += 1
+            statistics.count_latency(block, each)
 
     def leaves(self) -> None:
         """Its backend is about to be closed: the broker sees for how long that goes on."""

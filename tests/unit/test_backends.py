@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 from msgspec.structs import replace
@@ -155,13 +156,48 @@ def test_options_follow_tritons_parameters(tmp_path):
             enable_mem_arena="0",
             enable_mem_pattern="0",
             allow_spinning="1",
+            **{"session.use_device_allocator_for_initializers": "1"},
         )
     )
+    assert options.get_session_config_entry("session.use_device_allocator_for_initializers") == "1"
     assert (options.intra_op_num_threads, options.inter_op_num_threads) == (3, 2)
     assert options.execution_mode == onnxruntime.ExecutionMode.ORT_PARALLEL
     assert not options.enable_cpu_mem_arena
     assert not options.enable_mem_pattern
     assert options.get_session_config_entry("session.intra_op.allow_spinning") == "1"
+
+
+def test_levels_of_graph_optimization_are_tritons(tmp_path):
+    names = {
+        -1: "ORT_ENABLE_BASIC",
+        0: "ORT_ENABLE_ALL",
+        1: "ORT_ENABLE_EXTENDED",
+        2: "ORT_DISABLE_ALL",
+        7: "ORT_ENABLE_ALL",
+    }
+    for level, name in names.items():
+        made = context(tmp_path)
+        options = backend._options(made._replace(config=replace(made.config, graph_level=level)))
+        assert options.graph_optimization_level == getattr(onnxruntime.GraphOptimizationLevel, name)
+
+
+@pytest.mark.parametrize(("level", "nodes"), [(0, 1), (2, 3)])
+def test_a_level_decides_what_becomes_of_the_graph(tmp_path, monkeypatch, level, nodes):
+    """The runtime itself writes what it has made of three identities in a row."""
+    written = tmp_path / "optimized.onnx"
+    options_of = backend._options
+
+    def options(context):
+        made = options_of(context)
+        made.optimized_model_filepath = str(written)
+        return made
+
+    chain = [helper.make_node("Identity", [a], [b]) for a, b in (("x", "a"), ("a", "b"), ("b", "y"))]
+    models.write_model(tmp_path, "m", models.build(chain, [X], [Y]))
+    monkeypatch.setattr(backend, "_options", options)
+    made = context(tmp_path / "m")
+    backend.load(made._replace(config=replace(made.config, graph_level=level)))
+    assert len(onnx.load(written).graph.node) == nodes
 
 
 @pytest.mark.parametrize("value", ["-1", "two", "", "1.5", "²"])

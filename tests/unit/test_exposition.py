@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from broker.gateway import exposition
 from broker.gateway.exposition import Config
+from broker.gateway.exposition_latency import quantile_ns
 from shm.gateway_counters import COPIES
 from shm.statistics import BOUNDS_NS, LATENCIES, REASONS, bucket
 
@@ -255,10 +256,10 @@ def test_quantiles_that_are_none_are_refused(quantiles: str) -> None:
 
 
 def test_quantiles_lie_between_the_bounds() -> None:
-    assert exposition.quantile_ns(latency(*[15_000] * 4), 0.5) == 15_000
-    assert exposition.quantile_ns(latency(*[1_000] * 4), 1.0) == BOUNDS_NS[0]
-    assert exposition.quantile_ns(latency(10**12), 0.5) == BOUNDS_NS[-1]
-    assert math.isnan(exposition.quantile_ns(latency(), 0.5))
+    assert quantile_ns(latency(*[15_000] * 4), 0.5) == 15_000
+    assert quantile_ns(latency(*[1_000] * 4), 1.0) == BOUNDS_NS[0]
+    assert quantile_ns(latency(10**12), 0.5) == BOUNDS_NS[-1]
+    assert math.isnan(quantile_ns(latency(), 0.5))
 
 
 def test_the_hosts_gauges() -> None:

@@ -203,9 +203,9 @@ def test_a_full_queue_may_drop_its_oldest(tmp_path):
 
 
 def test_instances_with_what_the_rate_limiter_needs(tmp_path):
-    text = "instance_group { count: 3 passive: true rate_limiter { resources { name: 'R' count: 2 global: true } } }"
+    text = "instance_group { count: 3 rate_limiter { resources { name: 'R' count: 2 global: true } } }"
     (group,) = config_of(tmp_path, models.add1(), text).instance_group
-    assert (group.count, group.passive, group.priority) == (3, True, 1)
+    assert (group.count, group.priority) == (3, 1)
     assert [(item.name, item.count, item.is_global) for item in group.resources] == [("R", 2, True)]
 
 

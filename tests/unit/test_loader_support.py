@@ -9,6 +9,10 @@ from tests.fakes import models
 from tests.fakes.loading import config_of, reason_of
 
 
+def parameter(name: str, value: str) -> str:
+    return f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}'
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [
@@ -16,7 +20,12 @@ from tests.fakes.loading import config_of, reason_of
         ('model_operations { op_library_filename: "x.so" }', "model_operations"),
         ('model_repository_agents { agents { name: "checksum" } }', "model_repository_agents"),
         ("optimization { cuda { graphs: true } }", "optimization.cuda"),
-        ("optimization { graph { level: 1 } }", "optimization.graph"),
+        ("optimization { graph { level: 3 } }", "optimization.graph"),
+        ("optimization { input_pinned_memory { enable: false } }", "optimization.input_pinned_memory"),
+        ("optimization { output_pinned_memory { enable: true } }", "optimization.output_pinned_memory"),
+        ("instance_group { passive: true } instance_group { passive: true }", "instance_group.passive"),
+        (parameter("TRITON_BATCH_STRATEGY_PATH", "/x.so"), "parameter TRITON_BATCH_STRATEGY_PATH"),
+        (parameter("memory.enable_memory_arena_shrinkage", "cpu:0"), "parameter memory.enable_memory_arena_shrinkage"),
         ('instance_group { host_policy: "p" } instance_group { host_policy: "q" }', "instance_group.host_policy"),
         ('output { name: "y" is_non_linear_format_io: true }', "is_non_linear_format_io"),
     ],
@@ -32,12 +41,24 @@ def test_what_has_no_meaning_is_named_once(tmp_path, text, what):
         "response_cache { enable: true }",
         'model_warmup { batch_size: 1 inputs { key: "x" value { data_type: TYPE_FP32 dims: 3 zero_data: true } } }',
         "dynamic_batching { preserve_ordering: true default_queue_policy { max_queue_size: 3 } }",
-        "instance_group { passive: true rate_limiter { resources { name: 'R' count: 1 } } }",
+        "optimization { graph { level: -1 } }",
+        'metric_tags { key: "k" value: "v" }',
+        parameter("session.use_device_allocator_for_initializers", "1"),
+        "instance_group { rate_limiter { resources { name: 'R' count: 1 } } }",
         "optimization { } instance_group { } model_transaction_policy { }",
     ],
 )
 def test_what_works_is_not_mentioned(tmp_path, text):
     assert config_of(tmp_path, models.add1(), f"max_batch_size: 4 {text}").notes == ()
+
+
+def test_levels_of_a_graph_belong_to_onnx_runtime(tmp_path):
+    text = (
+        'backend: "identity" optimization { graph { level: 1 } } input { name: "x" data_type: TYPE_FP32 dims: 1 } '
+        'output { name: "y" data_type: TYPE_FP32 dims: 1 }'
+    )
+    note = "optimization.graph is ignored: backend 'identity' has no such levels"
+    assert note in config_of(tmp_path, models.add1(), text).notes
 
 
 @pytest.mark.parametrize(

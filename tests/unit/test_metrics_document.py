@@ -18,6 +18,7 @@ from broker.metrics import MetricsDocument
 from broker.model_memory import ModelMemory
 from broker.quota import Quota
 from broker.records import GATEWAY, ChannelRecord, Peer
+from broker.repository.config import ModelConfig
 from broker.statistics_blocks import StatisticsBlocks
 from shm import statistics as words
 from shm.gateway_counters import COPIES, GatewayCounters
@@ -54,6 +55,7 @@ class Parts:
         self.channels = Channels(lambda key: Worker(), self.registry.quota)
         self.counters = [GatewayCounters.create()]
         self.leases = Leases()
+        self.config: ModelConfig | None = None
         self.memory = ModelMemory(Catalogue(self.blocks), self.blocks, self.leases, 1 << 30, never, lambda name: False)
         self.document = MetricsDocument(
             models=self,
@@ -71,6 +73,9 @@ class Parts:
     def load_seconds(self, model: str, version: int) -> float:
         return 0.5
 
+    def configured(self, model: str, version: int) -> ModelConfig | None:
+        return self.config
+
     def rows(self) -> list[dict[str, object]]:
         return [{"index": 0, "pid": 1, "state": "serving", "restarts": 4, "hangs": 1}]
 
@@ -78,6 +83,22 @@ class Parts:
         for counters in self.counters:
             counters.close()
         os.close(self.blocks.page.fd)
+
+
+def model_config(**said: Any) -> ModelConfig:
+    return ModelConfig(
+        name="m",
+        platform="",
+        backend="identity",
+        directory="",
+        versions={},
+        default_model_filename="",
+        max_batch_size=0,
+        input=(),
+        output=(),
+        instance_group=(),
+        **said,
+    )
 
 
 async def never(model: str, why: str) -> None:
@@ -111,6 +132,17 @@ def test_failures_have_tritons_reasons(parts: Parts) -> None:
     parts.blocks.lost("m", 1, "", 0)
     assert parts.document()["models"][0]["failures"]["BACKEND"] == 4, "its worker ended"
     assert (model["latency"][1], model["load_s"]) == (7, 0.5)
+
+
+def test_what_the_configuration_says_about_metrics(parts: Parts) -> None:
+    (number,) = parts.blocks.take(("m", 1), 1)
+    parts.blocks.bound(("m", 1), [2_000_000, 33_000_000])
+    words.count_latency(parts.blocks.page.block(number), 21_000_000, 3)
+    assert "first_response" not in parts.document()["models"][0]
+    parts.config = model_config(metric_tags={"team": "a"}, first_response_buckets=(2.0, 33.0))
+    (row,) = parts.document()["models"]
+    assert row["tags"] == {"team": "a"}
+    assert row["first_response"] == {"buckets": (2.0, 33.0), "counts": [0, 3, 0], "ns": 63_000_000}
 
 
 def test_what_models_take_and_who_keeps_them(parts: Parts) -> None:

@@ -45,7 +45,11 @@ def test_a_load_that_is_cancelled_leaves_no_worker_with_the_model(monkeypatch: p
     async def cancelled_meanwhile() -> tuple[dict[str, Worker], Any]:
         workers = {key: Worker(key, endless=key == "cpu/c") for key in keys}
         blocks = SimpleNamespace(
-            busy=lambda *_: False, take=lambda *_: (1,), unmeasured=lambda _: None, has_room=lambda *_: True
+            busy=lambda *_: False,
+            take=lambda *_: (1,),
+            unmeasured=lambda _: None,
+            has_room=lambda *_: True,
+            bound=lambda *_: None,
         )
         known: dict[int, Any] = {}
         sizes = SimpleNamespace(begin=lambda *_: None, end=lambda *_: None, disturb=lambda *_: None)

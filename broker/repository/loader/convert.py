@@ -18,6 +18,7 @@ from broker.repository.config import ModelConfig, TensorConfig
 from broker.repository.loader import convert_scheduling as scheduling
 from broker.repository.loader.complete import is_scalar, show
 from broker.repository.loader.files import read_file
+from broker.repository.loader.metrics import buckets
 from broker.repository.loader.onnx_file import FileTensor, Signature
 from broker.repository.loader.origins import Origins
 from broker.repository.loader.zero_copy import Verdict
@@ -68,6 +69,8 @@ def to_model_config(
         response_cache=config.response_cache.enable,
         warm_up=samples,
         metric_tags=dict(config.metric_tags),
+        first_response_buckets=buckets(config),
+        graph_level=config.optimization.graph.level,
         decoupled=config.model_transaction_policy.decoupled,
         stateful=config.HasField("sequence_batching"),
         parameters={key: value.string_value for key, value in config.parameters.items()},

@@ -59,7 +59,6 @@ def instance_groups(config: _Config) -> tuple[InstanceGroup, ...]:
             kind=_Group.Kind.Name(group.kind),
             count=group.count,
             gpus=tuple(group.gpus),
-            passive=group.passive,
             resources=tuple(
                 # `global` is a word of Python, so the attribute cannot be written.
                 Resource(name=item.name, count=item.count, is_global=getattr(item, "global"))

@@ -95,7 +95,7 @@ def located_in(error: ModelError, model: ModelDirectory, request: LoadRequest) -
 def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
     origins = Origins()
     parsed = _read_config(model, request, origins)
-    config, notes = parsed.config, [*parsed.notes, *ignored(parsed.config)]
+    config, notes = parsed.config, [*parsed.notes]
     versions, none_served = served_versions(config, model, notes)
     newest_first = dict(reversed(versions.items()))
     try:
@@ -107,7 +107,7 @@ def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
             raise
         is_empty = not any(field.name != "name" for field, _ in config.ListFields())
         raise ModelError(none_served if is_empty else f"{error}\n    {none_served}") from error
-    notes += overshadowed(config, model)
+    notes += [*ignored(config), *overshadowed(config, model)]
     _check_file_name(config, model, versions)
     with _about(versions):
         check_code(model)

@@ -116,7 +116,7 @@ _ONNXRUNTIME: dict[str, Callable[[str], str]] = {
     "gpu_mem_limit": _bytes("gpu_mem_limit"),
     "cudnn_conv_algo_search": _one_of("cudnn_conv_algo_search", "EXHAUSTIVE", "HEURISTIC", "DEFAULT"),
     "arena_extend_strategy": _one_of("arena_extend_strategy", "kNextPowerOfTwo", "kSameAsRequested"),
-    "do_copy_in_default_stream": _switch("do_copy_in_default_stream"),
+    **{name: _switch(name) for name in ("do_copy_in_default_stream", "session.use_device_allocator_for_initializers")},
 }
 _TENSORRT: dict[str, Callable[[str], str]] = {"engine_host_code_allowed": _yes_or_no("engine_host_code_allowed")}
 _OF_BACKEND = {"onnxruntime": _ONNXRUNTIME, "tensorrt": _TENSORRT}

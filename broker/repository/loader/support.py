@@ -1,7 +1,7 @@
 """What a configuration says that has no meaning here.
 
-Called by `load` on the text as written. Such fields are accepted, so that a model repository works unchanged, and each
-is named once, so that nobody waits for its effect.
+Called by `load` on the text as written, once its backend is known. Such fields are accepted, so that a model repository
+works unchanged, and each is named once, so that nobody waits for its effect.
 """
 
 from __future__ import annotations
@@ -11,22 +11,34 @@ from typing import Any
 
 from tritonclient.grpc import model_config_pb2
 
+from broker.repository.loader.metrics import FAMILY, other_families
+
+GRAPH_LEVELS = (-1, 0, 1, 2)  # what Triton's ONNX Runtime backend knows
 _NO_MEANING = "it has no meaning here"
+_PINNED = "tensors stay in clients' memory; what a GPU reads there is pinned as needed"
 _TOP = {
     "cc_model_filenames": "one model file serves every device",
     "model_operations": "custom operators are not loaded",
     "model_repository_agents": "no agent runs",
-    "model_metrics": "the buckets of histograms are fixed",
 }
 _OPTIMIZATION = {
-    "graph": "the runtime's own default level is used",
     "execution_accelerators": "none is loaded",
     "priority": _NO_MEANING,
     "cuda": _NO_MEANING,
     "gather_kernel_buffer_threshold": _NO_MEANING,
     "eager_batching": _NO_MEANING,
+    "input_pinned_memory": _PINNED,
+    "output_pinned_memory": _PINNED,
 }
-_INSTANCE_GROUP = ("secondary_devices", "host_policy")
+_PARAMETERS = {
+    "TRITON_BATCH_STRATEGY_PATH": "batches are formed as dynamic_batching says, libraries for that are not loaded",
+    "memory.enable_memory_arena_shrinkage": "the arena keeps what it has",
+}
+_INSTANCE_GROUP = {
+    "secondary_devices": _NO_MEANING,
+    "host_policy": _NO_MEANING,
+    "passive": "its instances run requests as all others do",
+}
 _STATE = {
     "use_same_buffer_for_input_output": "input and output state have memory of their own",
     "use_growable_memory": "state memory always grows as needed",
@@ -45,10 +57,11 @@ def _ignored(config: model_config_pb2.ModelConfig) -> Iterator[tuple[str, str]]:
     for field, why in _OPTIMIZATION.items():
         if is_set(config.optimization, field):
             yield f"optimization.{field}", why
+    yield from _graph_level(config)
     for group in config.instance_group:
-        for field in _INSTANCE_GROUP:
+        for field, why in _INSTANCE_GROUP.items():
             if is_set(group, field):
-                yield f"instance_group.{field}", _NO_MEANING
+                yield f"instance_group.{field}", why
     for state in config.sequence_batching.state:
         for field, why in _STATE.items():
             if is_set(state, field):
@@ -59,6 +72,19 @@ def _ignored(config: model_config_pb2.ModelConfig) -> Iterator[tuple[str, str]]:
     for tensor in (*config.input, *config.output):
         if tensor.is_non_linear_format_io:
             yield "is_non_linear_format_io", _NO_MEANING
+    for family in other_families(config):
+        yield f"model_metrics of '{family}'", f"only the buckets of {FAMILY} can be chosen"
+    for name, why in _PARAMETERS.items():
+        if name in config.parameters:
+            yield f"parameter {name}", why
+
+
+def _graph_level(config: model_config_pb2.ModelConfig) -> Iterator[tuple[str, str]]:
+    level = config.optimization.graph.level
+    if config.backend != "onnxruntime" and level:
+        yield "optimization.graph", f"backend '{config.backend or config.platform}' has no such levels"
+    elif level not in GRAPH_LEVELS:
+        yield "optimization.graph", f"level {level} is none of -1 (basic), 0 (all), 1 (extended), 2 (none)"
 
 
 def is_set(message: Any, field: str) -> bool:

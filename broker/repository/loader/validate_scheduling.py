@@ -6,7 +6,6 @@ Called by `validate`. Texts are Triton's wherever it has one.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeAlias
@@ -14,12 +13,12 @@ from typing import Any, TypeAlias
 from tritonclient.grpc import model_config_pb2
 
 from broker.repository.loader.failure import ModelError
+from broker.repository.loader.metrics import metric_rules
 
 MAX_MICROSECONDS = 2**53 // 1000 * 1000  # as nanoseconds still a signed 64-bit number
 MAX_CANDIDATES = 1 << 20  # sequences of one instance: each has a record and maybe state
 MAX_STATES = 64
 MAX_ELEMENTS = 1 << 30  # of what the worker fills by itself
-_TAG = re.compile(r"[A-Za-z0-9_]{1,64}")
 
 _Config: TypeAlias = model_config_pb2.ModelConfig
 _Control = model_config_pb2.ModelSequenceBatching.Control
@@ -49,8 +48,7 @@ def scheduling_rules(config: _Config) -> Iterator[Callable[[], None]]:
         yield partial(_validate_resources, config, group)
     if config.response_cache.enable:
         yield partial(_validate_cache, config)
-    for key in config.metric_tags:
-        yield partial(_validate_tag, config, key)
+    yield from metric_rules(config)
     for index, sample in enumerate(config.model_warmup):
         for key, text in sample.inputs.items():
             what = f"model_warmup {index} input '{key}'"
@@ -65,11 +63,6 @@ def _validate_resources(config: _Config, group: Any) -> None:
                 f"1 for {config.name}",
                 f"instance_group[{list(config.instance_group).index(group)}].rate_limiter",
             )
-
-
-def _validate_tag(config: _Config, key: str) -> None:
-    if not _TAG.fullmatch(key):
-        raise ModelError(f"metric tag {key[:64]!r} must have 1 to 64 letters, digits or _ for {config.name}")
 
 
 def validate_size(what: str, text: Any, rows: int, name: str) -> None:

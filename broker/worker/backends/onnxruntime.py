@@ -33,6 +33,13 @@ ELEMENT_TYPE = {
     "FP32": 1, "UINT8": 2, "INT8": 3, "UINT16": 4, "INT16": 5, "INT32": 6, "INT64": 7, "BYTES": 8, "BOOL": 9,
     "FP16": 10, "FP64": 11, "UINT32": 12, "UINT64": 13, "BF16": 16,
 }  # fmt: skip
+# `optimization.graph.level` as Triton has it; any other is the runtime's own default, all optimizations.
+_GRAPH_LEVELS = {
+    -1: onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC,
+    1: onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
+    2: onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL,
+}
+DEVICE_ALLOCATOR = "session.use_device_allocator_for_initializers"  # parameter, and the runtime's own name
 _ERRORS_ONLY = 3
 # What the runtime puts around its reasons: the status twice, and where in its own source the check stands.
 _STATUS = re.compile(r"^(Error in execution: )?(\[ONNXRuntimeError\] : \d+ : \w+ : )?")
@@ -83,8 +90,12 @@ def _options(context: Context) -> Any:
     options.inter_op_num_threads = _count(parameters, "inter_op_thread_count")
     if parameters.get("execution_mode", "0") == "1":
         options.execution_mode = onnxruntime.ExecutionMode.ORT_PARALLEL
+    if (level := _GRAPH_LEVELS.get(context.config.graph_level)) is not None:
+        options.graph_optimization_level = level
     options.enable_cpu_mem_arena = parameters.get("enable_mem_arena", "1") != "0"
     options.enable_mem_pattern = parameters.get("enable_mem_pattern", "1") != "0"
+    if parameters.get(DEVICE_ALLOCATOR, "0") == "1":
+        options.add_session_config_entry(DEVICE_ALLOCATOR, "1")
     # Pool threads that spin between runs take the cores that the clients of the same host need.
     options.add_session_config_entry("session.intra_op.allow_spinning", parameters.get("allow_spinning", "0"))
     return options
