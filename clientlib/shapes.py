@@ -17,10 +17,10 @@ ROOM_FACTOR = 4  # … or this many times the inputs
 
 
 def batch_rows(model: ModelMetadata, inputs: Mapping[str, Sequence[int]]) -> int:
-    """The batch dimension of one position; 0 for models without one."""
+    """The batch dimension of one position; 0 for models without one. Without inputs, all optional, it is one row."""
     if not model.max_batch_size:
         return 0
-    return next((shape[0] for shape in inputs.values() if shape), 0)
+    return next((shape[0] for shape in inputs.values() if shape), 1)
 
 
 def is_open(datatype: str, shape: Sequence[int]) -> bool:

@@ -68,6 +68,12 @@ def test_identity_without_one_of_its_inputs(client):
     assert client.infer("identity", {"INPUT1": value}, outputs=["OUTPUT1"])["OUTPUT1"].tolist() == [[3]]
 
 
+def test_a_request_without_inputs_is_one_row(client):
+    """As in Triton, where all inputs are optional."""
+    answer = client.infer("identity", {})
+    assert {name: value.shape for name, value in answer.items()} == {"OUTPUT0": (1, 1), "OUTPUT1": (1, 1)}
+
+
 def test_an_input_with_a_default_in_the_model_file(client):
     value = np.float32([[3]])
     assert client.infer("default", {"x": value})["y"].tolist() == [[4]]

@@ -183,17 +183,18 @@ def test_strings_are_kept(tmp_path):
         assert shapes_of(request) == [(2,)]
 
 
-def test_a_response_that_is_too_large_is_said_once(tmp_path, capfd):
+def test_a_response_that_is_too_large_is_logged_once(tmp_path, caplog):
     with CachedModel(config_of(tmp_path, models.add1(), None), byte_size=260) as loaded:
         memory = loaded.memory()
         plan = add1_plan(loaded, memory)
         for _ in range(3):
             assert loaded.ask(plan)[1]
-    (line,) = capfd.readouterr().err.splitlines()
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
     assert re.fullmatch(
         r"Failed to insert key \[[0-9a-f]{64}\] into response cache: a response of 16 bytes of model 'm' version 1 is "
         r"not cached, the cache has 260 \(--cache-config local,size=…\); others like it are not mentioned",
-        line,
+        record.getMessage(),
     )
 
 

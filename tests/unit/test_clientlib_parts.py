@@ -50,6 +50,11 @@ class TestShapes:
         rows = shapes.batch_rows(model, {"x": (6, 4)})
         assert model_fit.output_shape(tensor("y", (-1, 2), ("", "")), rows, {}) == (6, 2)
 
+    def test_no_inputs_are_one_row(self):
+        optional = [tensor(name, (-1, 4), ("", "")) for name in "xz"]
+        assert shapes.batch_rows(self.model(*optional, batch=8), {}) == 1
+        assert shapes.batch_rows(self.model(*optional), {}) == 0, "it has no batch dimension"
+
     def test_inputs_of_another_rank_are_left_to_the_broker(self):
         model = self.model(tensor("x", (-1, -1), ("a", "b")))
         assert model_fit.symbol_sizes(model, {"x": (3,), "unknown": (1,)}) == {"a": 3}
