@@ -34,6 +34,8 @@ LOOK_EVERY_S = 10.0
 # What a worker says of memory that it cannot use, whichever name it knows it by.
 _REFUSED = re.compile(r"failed to register shared memory region '.*': invalid args: (?P<why>.*)", re.DOTALL)
 
+NO_BYTES = "a region has at least 1 byte"
+
 log = logging.getLogger(__name__)
 
 
@@ -235,7 +237,7 @@ def _memory(name: str, handle: bytes, ordinal: int, byte_size: int, devices: Seq
     if ordinal >= len(devices):
         raise _invalid(name, f"the broker's GPUs are 0 to {len(devices) - 1}, it is said to be on {ordinal}")
     if not byte_size:
-        raise InferError(Code.INVALID_ARG, f"failed to register shared memory region '{name}': invalid args")
+        raise _invalid(name, NO_BYTES)
     return CudaMemory(
         kind=LEGACY, device=devices[ordinal], allocation_size=byte_size, offset=0, byte_size=byte_size, handle=handle
     )
@@ -246,12 +248,14 @@ def _invalid(name: str, why: str) -> InferError:
 
 
 def _refusal(error: InferError, name: str, principal: Principal) -> InferError:
-    """As Triton says it: without the reason, which is in the log, and with the name only for a wrong size."""
+    """As Triton says it, with the name only for a wrong size; and why. The gateway tells the two apart."""
     if error.message.startswith(f"Unable to find shared memory region: '{name}'"):
         return InferError(Code.CANCELLED, f"shared memory region '{name}' was unregistered meanwhile")
     refused = _REFUSED.fullmatch(error.message)
     if refused is None:
         return error
     log.info("CUDA region '%s' of uid %d cannot be registered: %s", name, principal.uid, refused["why"])
-    named = f" '{name}'" if refused["why"].startswith("the allocation has") else ""
-    return InferError(Code.INVALID_ARG, f"failed to register shared memory region{named}: invalid args")
+    named = f" '{name}'" if refused["why"].startswith(("the allocation has", NO_BYTES)) else ""
+    return InferError(
+        Code.INVALID_ARG, f"failed to register shared memory region{named}: invalid args: {refused['why']}"
+    )

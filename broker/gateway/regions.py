@@ -12,12 +12,14 @@ import asyncio
 import contextlib
 import itertools
 import os
+import re
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Protocol, final
 
 from broker.gateway.kserve import Buffer, Caller
+from broker.gateway.placed import refused
 from broker.gateway.turns import Turn
 from clientlib.region import MappedRegion
 from shm.cuda.descriptor import HANDLE_SIZE
@@ -27,6 +29,8 @@ from shm.message_values import Message, Principal, RegionRecord
 from shm.messages import RegionInfo, Regions, Reply, Unregister
 
 DISABLED = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
+INVALID = "failed to register shared memory region: invalid args"  # Triton's
+_REASONED = re.compile(r"(failed to register shared memory region(?: '.*')?: invalid args): (.+)", re.DOTALL)
 KINDS = {"system": "system", "cuda": "CUDA"}  # as Triton's texts spell them
 MAX_NAME = 256  # characters
 MAX_DEVICE = 2**31 - 1
@@ -136,15 +140,21 @@ class RegionCache:
     async def register_cuda(self, caller: Caller, name: str, handle: bytes, device: int, byte_size: int) -> None:
         """Register an allocation on GPU `device` of the broker for the caller's principal, by its IPC handle."""
         principal = self._principal(caller)
-        if not 0 <= device <= MAX_DEVICE or (len(handle) != HANDLE_SIZE and not name):
-            raise InferError(Code.INVALID_ARG, "failed to register shared memory region: invalid args")
+        if not 0 <= device <= MAX_DEVICE:
+            raise refused(INVALID, f"region '{name}'", f"a device is 0 to {MAX_DEVICE}, got {device}")
+        if len(handle) != HANDLE_SIZE and not name:
+            raise _wrong_length(name, handle)
         _check_name(name)
         if not 0 <= byte_size <= MAX_SIZE:
-            raise InferError(Code.INVALID_ARG, f"failed to register shared memory region '{name}': invalid args")
+            text = f"failed to register shared memory region '{name}': invalid args"
+            raise refused(text, f"region '{name}'", f"its size is 1 to {MAX_SIZE} bytes, got {byte_size}")
         short = handle[: HANDLE_SIZE + 1]  # of what is too long enough to see that it is
         asked = RegisterCudaFor(principal=principal, name=name, handle=short, ordinal=device, byte_size=byte_size)
         async with self._opening:
-            await self._client.call(asked)
+            try:
+                await self._client.call(asked)
+            except InferError as error:
+                raise _explained(error, name, handle) from None
 
     async def unregister(self, caller: Caller, kind: str, name: str) -> None:
         """Retire one region of the caller's principal, or with `name` "" all of `kind`. Unknown names succeed.
@@ -261,6 +271,18 @@ def _check_name(name: str) -> None:
         raise InferError(
             Code.INVALID_ARG, f"cannot register shared memory region '{name}': a name has 1 to {MAX_NAME} characters"
         )
+
+
+def _explained(error: InferError, name: str, handle: bytes) -> InferError:
+    """Why the caller's own memory on a GPU was refused, beside Triton's text, which does not say it."""
+    if len(handle) != HANDLE_SIZE:
+        return _wrong_length(name, handle) if error.message == INVALID else error
+    reasoned = _REASONED.fullmatch(error.message)
+    return error if reasoned is None else refused(reasoned[1], f"region '{name}'", reasoned[2])
+
+
+def _wrong_length(name: str, handle: bytes) -> InferError:
+    return refused(INVALID, f"region '{name}'", f"a handle has {HANDLE_SIZE} bytes, {len(handle)} came")
 
 
 def _let_go(alias: Alias) -> None:

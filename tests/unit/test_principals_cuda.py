@@ -68,8 +68,14 @@ def test_an_ordinal_is_the_brokers_and_a_gateways_alias_is_the_same_memory_of_th
 @pytest.mark.parametrize(
     ("gpus", "ordinal", "byte_size", "text"),
     [
-        (GPUS, 2, BYTES, "failed to register shared memory region: invalid args"),
-        (GPUS, 0, 0, "failed to register shared memory region 'r': invalid args"),
+        (
+            GPUS,
+            2,
+            BYTES,
+            "failed to register shared memory region: invalid args: the broker's GPUs are 0 to 1, it is said to be on "
+            "2",
+        ),
+        (GPUS, 0, 0, "failed to register shared memory region 'r': invalid args: a region has at least 1 byte"),
         ((), 0, BYTES, "failed to register CUDA shared memory region: 'r', GPUs not supported: no driver"),
     ],
 )
@@ -104,7 +110,7 @@ def test_a_handle_of_another_length(gpus: tuple[str, ...], why: str) -> None:
         ("CUDA_ERROR_INVALID_VALUE:\nnot it", "failed to register shared memory region: invalid args"),
     ],
 )
-def test_what_a_worker_refuses_is_refused_in_tritons_words(
+def test_what_a_worker_refuses_is_refused_in_tritons_words_and_its_own(
     why: str, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     error = InferError("INVALID_ARG", f"failed to register shared memory region 'r': invalid args: {why}")
@@ -113,8 +119,8 @@ def test_what_a_worker_refuses_is_refused_in_tritons_words(
     known.append(registry)
     with caplog.at_level("INFO"), pytest.raises(InferError) as raised:
         asyncio.run(principals.register_cuda(ME, "r", HANDLE, 0, BYTES))
-    assert (raised.value.code, raised.value.message) == ("INVALID_ARG", text)
-    assert why in caplog.text, "the reason is the operator's to read"
+    assert (raised.value.code, raised.value.message) == ("INVALID_ARG", f"{text}: {why}")
+    assert why in caplog.text, "the reason is the operator's to read, too"
     assert (len(principals), list(registry), registry.quota.cuda_used(UID)) == (0, [], 0)
 
 
