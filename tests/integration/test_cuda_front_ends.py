@@ -6,20 +6,14 @@ The clients are processes of their own, as CUDA wants it. TensorRT is a double (
 from __future__ import annotations
 
 import base64
-import json
 import os
 import signal
 import struct
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
-from tritonclient.grpc.service_pb2 import CudaSharedMemoryRegisterRequest
-from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from tests.doubles import tensorrt as double
 from tests.fakes import models, streaming_backend
@@ -248,39 +242,6 @@ def test_handles_that_open_nothing(broker: Gateway, env: CudaEnv, user: Child) -
     assert user.call("register", "g", "g", 0, SIZE).endswith("shared memory region 'g' already in manager")
     assert (opens(broker, env)[1], closed) == (before[1] + closed, 1), "the one that was too large was closed"
     assert opened >= closed
-
-
-@pytest.mark.parametrize("transport", ["http", "grpc"])
-def test_the_reason_of_a_refusal_is_beside_tritons_text(broker: Gateway, application: Child, transport: str) -> None:
-    handle = application.call("create", "g", SIZE, 0)
-    for given, device, size, why in (
-        (handle, 0, 1 << 19, f"the allocation has {SIZE} bytes"),
-        (handle, 1, SIZE, "cuIpcOpenMemHandle failed with CUDA_ERROR_PEER_ACCESS_UNSUPPORTED (217)"),
-        (handle, 2, SIZE, "the broker's GPUs are 0 to 1, it is said to be on 2"),
-        (bytes(64), 0, SIZE, "cuIpcOpenMemHandle failed with CUDA_ERROR_INVALID_VALUE (1)"),
-    ):
-        assert refused_with(broker, transport, given, device, size) == f"region 'g': {why}"
-
-
-def refused_with(broker: Gateway, transport: str, handle: bytes, device: int, byte_size: int) -> str:
-    """What a refused registration says beside its text."""
-    address = f"127.0.0.1:{broker.ports[transport]}"
-    if transport == "grpc":
-        with grpc.insecure_channel(address) as channel:
-            asked = CudaSharedMemoryRegisterRequest(name="g", raw_handle=handle, device_id=device, byte_size=byte_size)
-            with pytest.raises(grpc.RpcError) as raised:
-                GRPCInferenceServiceStub(channel).CudaSharedMemoryRegister(asked, timeout=30)
-        assert "invalid args" in raised.value.details()
-        return str(dict(raised.value.trailing_metadata())["tensorbroker-detail"])
-    body = {"raw_handle": {"b64": base64.b64encode(handle).decode()}, "device_id": device, "byte_size": byte_size}
-    asked_http = urllib.request.Request(
-        f"http://{address}/v2/cudasharedmemory/region/g/register", json.dumps(body).encode(), method="POST"
-    )
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(asked_http, timeout=30)
-    assert refused.value.code == 400
-    assert json.load(refused.value)["error"].endswith("invalid args")
-    return str(refused.value.headers["Tensorbroker-Detail"])
 
 
 def test_one_output_region_for_all_requests(user: Child) -> None:
