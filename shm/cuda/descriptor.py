@@ -20,9 +20,10 @@ HANDLE_SIZE: Final = 64  # bytes of CUipcMemHandle, CUipcEventHandle and the run
 MAX_EVENTS: Final = 256  # of a ring: its handles must fit a message
 LEGACY: Final = "legacy"  # an allocation of cuMemAlloc or cudaMalloc, by its handle
 VMM: Final = "vmm"  # memory of cuMemCreate, by a file descriptor
-_UUID: Final = re.compile("(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_DIGITS: Final = "-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+_GIVEN: Final = re.compile(f"(?:gpu|mig)({_DIGITS})")
 
-Uuid = Annotated[str, msgspec.Meta(pattern=f"^{_UUID.pattern}$")]
+Uuid = Annotated[str, msgspec.Meta(pattern=f"^GPU{_DIGITS}$")]
 
 
 @final
@@ -110,18 +111,20 @@ def allocation_of(fd: int) -> tuple[int, int] | None:
 
 
 def uuid_text(uuid: bytes) -> str:
-    """16 bytes as NVIDIA's tools write them."""
+    """16 bytes as NVIDIA's tools write them. Of an instance of a partitioned GPU, too, which those write as MIG-…: the
+    driver gives the bytes and does not say what of.
+    """
     digits = uuid.hex()
     parts = (digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:])
     return "GPU-" + "-".join(parts)
 
 
 def uuid_of(text: object) -> str:
-    """A UUID that a user gave, as `uuid_text` writes it. Raises InferError INVALID_ARG."""
-    found = text.strip() if isinstance(text, str) else ""
-    canonical = found[:4].upper() + found[4:].lower()
-    if not _UUID.fullmatch(canonical):
+    """A UUID that a user gave, GPU-… or MIG-…, as `uuid_text` writes it. Raises InferError INVALID_ARG."""
+    found = _GIVEN.fullmatch(text.strip().lower()) if isinstance(text, str) else None
+    if found is None:
         raise InferError(
-            Code.INVALID_ARG, f"a device is named by its UUID, as `nvidia-smi -L` prints it (GPU-…), got {text!r:.100}"
+            Code.INVALID_ARG,
+            f"a device is named by its UUID, as `nvidia-smi -L` prints it (GPU-… or MIG-…), got {text!r:.100}",
         )
-    return canonical
+    return f"GPU{found[1]}"

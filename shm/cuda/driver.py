@@ -59,7 +59,9 @@ class CudaError(InferError):
 @final
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU as this process sees it. `ordinal` means nothing to others, `uuid` ("GPU-…") does. Sizes in bytes."""
+    """A GPU, or an instance of a partitioned one (MIG), as this process sees it. `ordinal` means nothing to others,
+    `uuid` ("GPU-…" of both) does. Sizes in bytes.
+    """
 
     ordinal: int
     uuid: str

@@ -102,6 +102,9 @@ class Application:
     def alloc_cuda(self, name: str, byte_size: int) -> dict[str, Any]:
         return self._keep(name, self.client.alloc_cuda(name, byte_size))
 
+    def alloc_on(self, name: str, device: str) -> dict[str, Any]:
+        return self._keep(name, self.client.alloc_cuda(name, BLOCK, device))
+
     def alloc_cuda_async(self, name: str, byte_size: int) -> None:
         async def run() -> None:
             client = await clientlib.connect_async(f"ipc://{self.directory}")

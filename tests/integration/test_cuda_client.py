@@ -91,6 +91,14 @@ def test_without_vmm_it_is_an_allocation_of_its_own(cuda_sim: CudaEnv, broker: C
         assert (memory.kind, memory.allocation_size) == ("legacy", 2 << 20)
 
 
+def test_a_device_may_be_named_as_an_instance_of_a_partitioned_one(
+    devices: tuple[str, ...], application: Child
+) -> None:
+    """The driver gives such an instance's UUID without that word."""
+    assert application.call("alloc_on", "r", devices[0].replace("GPU-", "MIG-"))["device"] == devices[0]
+    assert "there is no GPU" in refusal(application, "alloc_on", "s", f"MIG-{devices[0][4:-1]}f")
+
+
 @pytest.mark.parametrize(
     ("settings", "left"),
     [

@@ -75,6 +75,7 @@ def test_a_handle_is_not_shown() -> None:
 def test_uuids_are_written_as_nvidia_does() -> None:
     assert uuid_text(b"CUSIM" + bytes(10) + b"\x01") == UUID
     assert uuid_of(" gpu-43555349-4D00-0000-0000-000000000001 ") == UUID
-    for wrong in ("", "0", 0, None, "GPU-1", UUID + "\n1", "GPU" + UUID[4:]):
+    assert uuid_of("MIG-43555349-4d00-0000-0000-000000000001") == UUID, "the driver tells the bytes alone"
+    for wrong in ("", "0", 0, None, "GPU-1", UUID + "\n1", "GPU" + UUID[4:], f"MIG-{UUID}/1/0"):
         with pytest.raises(InferError, match="named by its UUID"):
             uuid_of(wrong)
