@@ -19,6 +19,7 @@ from broker.gpus import Gpus
 from broker.repository.check import check
 from broker.repository.config import LoadFailure, ModelConfig
 from broker.repository.ensemble_advice import advice
+from broker.repository.ensembles import as_decoupled
 from broker.repository.protocol import LoadRequest
 from broker.repository.scan import misplaced
 from broker.tables import ascii_table, printable
@@ -228,7 +229,7 @@ def with_gpus(request: LoadRequest) -> LoadRequest:
 def _with_members(
     results: Sequence[ModelConfig | LoadFailure], config_name: str
 ) -> Callable[[ModelConfig | LoadFailure], ModelConfig | LoadFailure]:
-    """Of an ensemble that does not fit its members it makes a failure that says why."""
+    """Of an ensemble that does not fit its members it makes a failure that says why, else what they make of it."""
     configs = {result.name: result for result in results if isinstance(result, ModelConfig)}
     failures = {result.name: result.reason for result in results if isinstance(result, LoadFailure)}
 
@@ -236,6 +237,6 @@ def _with_members(
         if isinstance(result, LoadFailure) or result.ensemble is None:
             return result
         problem = advice(result, configs, failures, {*configs, *failures}, config_name)
-        return LoadFailure(name=result.name, reason=problem) if problem else result
+        return LoadFailure(name=result.name, reason=problem) if problem else as_decoupled(result, configs)
 
     return checked

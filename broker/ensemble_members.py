@@ -6,7 +6,6 @@ Pure, on what `broker.catalogue` knows; used by `broker.models`. The rules thems
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Protocol
@@ -41,7 +40,7 @@ def misfit(catalogue: Catalogue, config: ModelConfig, coming: Mapping[str, Model
 def as_members_are(catalogue: Catalogue, config: ModelConfig) -> ModelConfig:
     """The ensemble's configuration with what follows from its members.
 
-    It is decoupled when one of them is, an output without class names of its own has those of the member's, and its
+    It is decoupled if one of them is, an output without class names of its own has those of the member's, and its
     worker is the one of most members: steps of the others go to theirs.
     """
     serving = {name: catalogue.serving(name) for name in catalogue.known}
@@ -52,11 +51,7 @@ def as_members_are(catalogue: Catalogue, config: ModelConfig) -> ModelConfig:
         output=tuple(replace(each, labels=labels[each.name]) for each in config.output),
         worker=ensembles.workers_of(replace(config, worker=""), configs)[0],  # members may have moved
     )
-    config = replace(config, remote=_remote(catalogue, config))
-    if config.decoupled or not ensembles.is_decoupled(config, configs):
-        return config
-    stated = {**json.loads(config.json), "model_transaction_policy": {"decoupled": True}}
-    return replace(config, decoupled=True, json=json.dumps(stated))
+    return ensembles.as_decoupled(replace(config, remote=_remote(catalogue, config)), configs)
 
 
 def _remote(catalogue: Catalogue, config: ModelConfig) -> dict[int, RemoteMember]:

@@ -15,7 +15,7 @@ from broker.ensemble_members import retryable
 from broker.repository.check import check
 from broker.repository.config import LoadFailure, ModelConfig
 from broker.repository.ensemble_advice import advice
-from broker.repository.ensembles import members, workers_of
+from broker.repository.ensembles import as_decoupled, members, workers_of
 from broker.repository.scan import misplaced, scan
 from broker.repository.scheduling import Step
 from broker.tables import printable
@@ -43,7 +43,10 @@ def explain(repositories: Sequence[str], model: str, *, as_json: bool = False, c
         )
         if isinstance(result, LoadFailure):
             raise InferError(Code.INVALID_ARG, "\nalso: ".join((result.reason, *result.further)))
-        others = _Members() if result.ensemble is None else _members_of(result, repositories, known, config_name)
+        others = _Members()
+        if result.ensemble is not None:
+            others = _members_of(result, repositories, known, config_name)
+            result = as_decoupled(result, others.configs)
     except InferError as error:
         print(printable(error.message), file=sys.stderr)
         return 1

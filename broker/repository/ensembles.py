@@ -8,14 +8,19 @@ has one.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple, final
+
+from msgspec.structs import replace
 
 from broker.repository.config import ModelConfig, TensorConfig
 from broker.repository.placement import placed
 from broker.repository.scheduling import Ensemble, Step
 from shm.errors import Code, InferError
+
+_NOT_DECOUPLED = "model_transaction_policy is ignored: none of the ensemble's members is decoupled"
 
 
 @final
@@ -244,9 +249,34 @@ def _compared(ensemble: str, place: Problem, other: _Tensor, known: dict[str, _T
 
 
 def is_decoupled(config: ModelConfig, configs: Mapping[str, ModelConfig]) -> bool:
-    """Does a request for the ensemble have any number of responses? Its own configuration need not say so."""
-    names = members(config.ensemble) if config.ensemble is not None else ()
-    return config.decoupled or any(configs[name].decoupled for name in names if name in configs)
+    """Does a request have any number of responses? Of an ensemble, if a member's do, whatever it says itself.
+
+    `configs`: at least those of an ensemble's members, and of these.
+    """
+    if config.ensemble is None:
+        return config.decoupled
+    seen = set(todo := [*members(config.ensemble)])
+    while todo:
+        member = configs.get(todo.pop())
+        if member is None:
+            continue
+        if member.ensemble is None:
+            if member.decoupled:
+                return True
+            continue
+        todo += (new := set(members(member.ensemble)) - seen)
+        seen |= new
+    return False
+
+
+def as_decoupled(config: ModelConfig, configs: Mapping[str, ModelConfig]) -> ModelConfig:
+    """An ensemble decoupled as its members are, as in Triton, with a note if it says more. `configs` as above."""
+    decoupled = is_decoupled(config, configs)
+    if decoupled == config.decoupled:
+        return config
+    stated = {**json.loads(config.json), "model_transaction_policy": {"decoupled": decoupled}}
+    notes = config.notes if decoupled else (*config.notes, _NOT_DECOUPLED)
+    return replace(config, decoupled=decoupled, json=json.dumps(stated), notes=notes)
 
 
 def _check_responses(config: ModelConfig, ensemble: Ensemble, configs: Mapping[str, ModelConfig]) -> None:
@@ -273,7 +303,7 @@ def _check_responses(config: ModelConfig, ensemble: Ensemble, configs: Mapping[s
         if at not in known:
             step = ensemble.step[at]
             most = behind(step.input_map.values(), step.model_name)
-            known[at] = most | {at} if configs[step.model_name].decoupled else most
+            known[at] = most | {at} if is_decoupled(configs[step.model_name], configs) else most
         return known[at]
 
     for at in range(len(ensemble.step)):

@@ -87,7 +87,7 @@ class Cached:
             size = sum(len(each.data) for each in response.outputs)
             _log.error(
                 "Failed to insert key [%s] into response cache: a response of %d bytes of model '%s' version %d is not"
-                " cached, the cache has %d (--cache-config local,size=…); others like it are not mentioned",
+                " cached, the cache has %d (--cache-config local,size=BYTES); others like it are not mentioned",
                 key[1].hex(),
                 size,
                 model,

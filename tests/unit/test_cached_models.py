@@ -193,7 +193,7 @@ def test_a_response_that_is_too_large_is_logged_once(tmp_path, caplog):
     assert record.levelname == "ERROR"
     assert re.fullmatch(
         r"Failed to insert key \[[0-9a-f]{64}\] into response cache: a response of 16 bytes of model 'm' version 1 is "
-        r"not cached, the cache has 260 \(--cache-config local,size=…\); others like it are not mentioned",
+        r"not cached, the cache has 260 \(--cache-config local,size=BYTES\); others like it are not mentioned",
         record.getMessage(),
     )
 

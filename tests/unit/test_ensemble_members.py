@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from broker.catalogue import READY, UNAVAILABLE, Catalogue, Model, Version
 from broker.commands import check_repositories
-from broker.ensemble_members import ensembles_of, members_first, misfit, retryable
+from broker.ensemble_members import as_members_are, ensembles_of, members_first, misfit, retryable
 from broker.explanation import explain
 from broker.repository.config import ModelConfig
 from broker.statistics_blocks import StatisticsBlocks
@@ -94,6 +94,19 @@ def test_check_compares_ensembles_with_their_members(repository, capsys):
     text = capsys.readouterr().out
     assert "inconsistent data type" in text
     assert "ensemble lonely contains models that are not available or ambiguous: nobody" in text
+
+
+def test_that_no_member_is_decoupled_is_said(catalogue, repository, capsys):
+    file = repository / "pair" / "config.pbtxt"
+    file.write_text(file.read_text() + "model_transaction_policy { decoupled: true }")
+    note = "model_transaction_policy is ignored: none of the ensemble's members is decoupled"
+    assert check_repositories([str(repository)], strict=False) == 0
+    assert f"pair: {note}" in capsys.readouterr().out.splitlines()
+    assert explain([str(repository)], "pair") == 0
+    assert f"# note: {note}" in capsys.readouterr().out.splitlines()
+    served = as_members_are(catalogue, config(repository, "pair"))
+    assert (served.decoupled, served.notes) == (False, (note,))
+    assert json.loads(served.json)["model_transaction_policy"] == {"decoupled": False}
 
 
 def test_explain_says_which_worker_runs_each_step(repository, capsys):

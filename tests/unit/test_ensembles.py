@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from broker.repository.config import InstanceGroup, ModelConfig, TensorConfig
 from broker.repository.ensembles import (
+    as_decoupled,
     cycle,
     is_decoupled,
     labels,
@@ -205,6 +206,19 @@ def test_responses_may_be_read_beside_what_they_follow_from(second):
     assert list(unfit_members(one_after_the_other, configs)) == []
     assert is_decoupled(one_after_the_other, configs)
     assert not is_decoupled(ensemble(*CHAIN), {"a": identity("a", 16), "b": identity("b", 16)})
+
+
+def test_an_ensemble_is_decoupled_if_a_member_is_whatever_it_says():
+    """As in Triton, which overwrites what the ensemble's own configuration says."""
+    plain, many = identity("a", 16), identity("a", 16, decoupled=True)
+    inner, outer = ensemble(step("a", "IN", "OUT"), decoupled=True, json="{}"), ensemble(step("E", "IN", "OUT"))
+    for member, stated in ((plain, True), (plain, False), (many, True), (many, False)):
+        one = as_decoupled(replace(inner, decoupled=stated), {"a": member})
+        assert one.decoupled == member.decoupled
+        assert bool(one.notes) == (stated and not member.decoupled)
+        assert (one.json == "{}") == (one.decoupled == stated)
+        around = replace(outer, name="around", json="{}")
+        assert as_decoupled(around, {"a": member, "E": replace(inner, decoupled=stated)}).decoupled == member.decoupled
 
 
 def test_class_names_are_the_members_unless_there_are_own():
