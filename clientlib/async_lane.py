@@ -8,12 +8,12 @@ does not look: their workers wait. Used on its loop only.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from typing import Protocol, final
 
 from clientlib.channels import CLOSED, GONE, Left
 from shm.client_channel import ClientChannel
 from shm.errors import Code, ForkedError, InferError, fresh
+from shm.fair_line import FairLine
 from shm.layout import FINAL
 
 BUSY_S = 200e-6  # polling costs 15 µs a request, being rung 40 µs: worth it while requests follow each other
@@ -24,7 +24,9 @@ LATE_S = 0.3  # for the ring of what a rest finds completed when it ends; after 
 
 
 class Sends(Protocol):
-    """A request of the loop."""
+    """A request of the loop. `client`: for whom; they take turns where the channel is full."""
+
+    client: int
 
     def send(self) -> bool:
         """Put it into the channel; False when that is full."""
@@ -67,7 +69,7 @@ class AsyncLane:
         self._active = self.loop.time()  # when something last happened
         self._rest: asyncio.TimerHandle | None = None
         self._unrung = False  # something was completed, and nobody has rung since
-        self._queue: deque[Sends] = deque()
+        self._queue: FairLine[Sends] = FairLine()
         self._held: set[Sends] = set()  # streams of which enough has come: what waits for them alone may wait
         self.loop.add_reader(channel.pipe_fd, self._rung)
 
@@ -77,17 +79,13 @@ class AsyncLane:
             raise fresh(self.error)
         if self._queue or not pending.send():
             pending.check()  # what the channel would refuse later, when nobody is there to be told
-            self._queue.append(pending)
+            self._queue.add(pending)
         if not self._busy:
             self._wake()
 
     def withdraw(self, pending: Sends) -> bool:
         """Take a request back that was not sent yet; False when it was."""
-        try:
-            self._queue.remove(pending)
-        except ValueError:
-            return False
-        return True
+        return self._queue.remove(pending)
 
     def hold(self, stream: Sends) -> None:
         """Its reader has enough to read: its worker may wait, unless other requests need to be looked after."""
@@ -156,8 +154,8 @@ class AsyncLane:
             self._rest = self.loop.call_later(REST_S, self._rested)
 
     def _send_queued(self) -> None:
-        while self._queue and self._queue[0].send():
-            self._queue.popleft()
+        while self._queue and self._queue.first().send():
+            self._queue.pop()
 
     def _rung(self) -> None:
         self._unrung = False
@@ -195,7 +193,7 @@ class AsyncLane:
         if self._rest is not None:
             self._rest.cancel()
         self.channel.close()
-        queued, self._queue = self._queue, deque()
+        queued, self._queue = self._queue, FairLine()
         self._held.clear()
         for pending in (*self.channel.abandoned(), *queued):
             pending.settle((0, 0, Code[error.code] | FINAL, 0, 0, 0, 0, 0), error.message.encode())

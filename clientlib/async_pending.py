@@ -52,6 +52,7 @@ class AsyncPending(StaysHere):
         "_rows",
         "_sequence_id",
         "_timer",
+        "client",
         "copied",
         "entry",
         "ident",
@@ -78,6 +79,7 @@ class AsyncPending(StaysHere):
         sequence_id: int,
         lease: Lease | None,
         event: int = 0,
+        caller: int = 0,
     ) -> None:
         self.plan = plan  # keeps the client, its session and regions
         self._bound = bound
@@ -89,6 +91,7 @@ class AsyncPending(StaysHere):
         self._flags = flags
         self._sequence_id = sequence_id
         self._event = event  # see `shm.admission.Request.wait_event`
+        self.client = caller  # of a gateway; 0: this process
         self.lease = lease
         self.copied = 0
         self.ident = 0
@@ -119,6 +122,7 @@ class AsyncPending(StaysHere):
             self._flags,
             self._sequence_id,
             self._event,
+            self.client,
         )
         return self.ident != 0
 

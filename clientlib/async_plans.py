@@ -118,13 +118,15 @@ class AsyncPlan(StaysHere):
         priority: int,
         sequence: tuple[int, bool, bool] = (0, False, False),
         queue_timeout_ns: int = 0,
+        caller: int = 0,
     ) -> InferResult:
         """Copy `values` into a place of the client's own and run. For plans that `AsyncClient.infer` makes.
 
         `sequence`: its id, and whether this is its start and its end. `queue_timeout_ns`: CLOCK_MONOTONIC; in place of
-        a deadline, what the model's queue makes of Triton's `timeout`.
+        a deadline, what the model's queue makes of Triton's `timeout`. `caller`: for whom a gateway asks, by a number
+        of its own; callers take turns.
         """
-        options = (0, priority, *sequence, queue_timeout_ns)
+        options = (0, priority, *sequence, queue_timeout_ns, caller)
         try:
             return await (await self._start(deadline_ns, 0, None, options, values)).finish()
         except RETRIED as error:
@@ -171,9 +173,10 @@ class AsyncPlan(StaysHere):
         priority: int,
         sequence: tuple[int, bool, bool] = (0, False, False),
         queue_timeout_ns: int = 0,
+        caller: int = 0,
     ) -> AsyncStream:
         """As `infer_arrays`, with any number of responses. `values` are copied when the stream is first awaited."""
-        return self._stream(deadline_ns, 0, (0, priority, *sequence, queue_timeout_ns), values)
+        return self._stream(deadline_ns, 0, (0, priority, *sequence, queue_timeout_ns, caller), values)
 
     def after(self, stream: object, order: str = "event") -> AsyncOrderedPlan:
         """As `Plan.after`. What is waited for here is waited for on another thread."""
@@ -375,9 +378,9 @@ class AsyncPlan(StaysHere):
             output_slot = 0
         if not (0 <= input_slot < bound.input_positions and 0 <= output_slot < bound.output_positions):
             raise outside(bound, input_slot, output_slot)
-        until = deadline_ns if len(options) == 5 else options[5] or deadline_ns
+        until, caller = (deadline_ns, 0) if len(options) == 5 else (options[5] or deadline_ns, options[6])
         pending = AsyncPending(
-            self, bound, input_slot, output_slot, options[0], until, options[1], flags, options[2], lease, event
+            self, bound, input_slot, output_slot, options[0], until, options[1], flags, options[2], lease, event, caller
         )
         if lease is not None and values:
             pending.copied = bound.layout.write(lease.place, values)

@@ -191,6 +191,7 @@ class AsyncInflow:
         "_loop",
         "_plan",
         "_timer",
+        "client",
         "input_slot",
         "output_slot",
     )
@@ -215,8 +216,10 @@ class AsyncInflow:
         self.output_slot = 0 if lease is None or not layout.owns_outputs else lease.place
         if not (0 <= self.input_slot < bound.input_positions and self.output_slot < bound.output_positions):
             raise outside(bound, self.input_slot, self.output_slot)
-        until = deadline_ns if len(options) == 5 else options[5] or deadline_ns
-        self._arguments = (self.input_slot, self.output_slot, rows, until, 0, priority, flags, sequence_id)
+        until, self.client = (deadline_ns, 0) if len(options) == 5 else (options[5] or deadline_ns, options[6])
+        self._arguments = (
+            *(self.input_slot, self.output_slot, rows, until, 0, priority, flags, sequence_id, 0, self.client),
+        )
         self._deadline_ns = deadline_ns
         self._lease = lease
         self._ended = False
@@ -247,7 +250,7 @@ class AsyncInflow:
 
     def check(self) -> None:
         """Raises struct.error for what `send` could not put into the channel."""
-        input_slot, output_slot, rows, _, _, priority, _, sequence_id = self._arguments
+        input_slot, output_slot, rows, _, _, priority, _, sequence_id, *_ = self._arguments
         CARRIED.pack(input_slot, output_slot, rows, priority, sequence_id)
 
     def settle(self, entry: tuple[int, ...], note: bytes) -> None:

@@ -16,7 +16,8 @@ from shm.messages import MAX_POSITIONS
 _now_ns = time.monotonic_ns
 NOT_CARRIED = (TypeError, ValueError, struct.error)  # what an argument of the wrong kind raises on its way
 Options = tuple[int, int, int, bool, bool]  # rows, priority, sequence_id, sequence_start, sequence_end
-AnyOptions = Options | tuple[int, int, int, bool, bool, int]  # and in place of a deadline Triton's `timeout`
+# Those of gateways: and in place of a deadline Triton's `timeout`, and for whom (`caller` of `shm.layout.SUBMISSION`).
+AnyOptions = Options | tuple[int, int, int, bool, bool, int, int]
 Route = tuple[int, bool, bool]  # sequence_id, sequence_start, sequence_end: what decides where a request goes
 NO_ROUTE: Route = (0, False, False)
 CARRIED = struct.Struct("=HHIHQ")  # input slot, output slot, rows, priority, sequence id: as `shm.layout.SUBMISSION`
@@ -35,10 +36,13 @@ def remaining_s(deadline_ns: int) -> float | None:
     return (deadline_ns - _now_ns()) * 1e-9 if deadline_ns else None
 
 
-def check_options(rows: int, priority: int, sequence_id: int, start: int, end: int, queue_timeout_ns: int = 0) -> int:
+def check_options(
+    rows: int, priority: int, sequence_id: int, start: int, end: int, queue_timeout_ns: int = 0, caller: int = 0
+) -> int:
     """The flags of a submission. Raises InferError for numbers that a submission cannot carry.
 
-    `queue_timeout_ns`: in place of a deadline, Triton's `timeout` as CLOCK_MONOTONIC; 0: none.
+    `queue_timeout_ns`: in place of a deadline, Triton's `timeout` as CLOCK_MONOTONIC; 0: none. `caller`: see
+    `AnyOptions`.
     """
     whole(rows, "rows", 0, 2**32 - 1)
     whole(priority, "priority", 0, MAX_PRIORITY)
@@ -58,6 +62,7 @@ def check_all(
     sequence_start: int,
     sequence_end: int,
     queue_timeout_ns: int = 0,
+    caller: int = 0,
 ) -> None:
     """Raises InferError for the argument that a submission could not carry. Asked when it failed, not before."""
     whole(input_slot, "input_slot", 0, MAX_POSITIONS - 1)

@@ -35,6 +35,7 @@ class BoundPlan(Protocol):
     output_positions: int
     rows: int
     owner: int  # whose sequences its requests belong to; 0: those of all clients of the gateways, as in Triton
+    session: int  # whose plan it is
     retryable: bool
     closed: Verdict | None  # why no request is taken any more
     refused_until_ns: int  # CLOCK_MONOTONIC; 0 = not refused
@@ -134,6 +135,15 @@ class Request:
     def wait_event(self) -> int:
         """1 + the event, in the ring of its plan, that its client's work on a GPU ends with; 0: that has ended."""
         return self.entry[10]
+
+    @property
+    def client(self) -> int:
+        """Whose turn it takes where others wait: its session's, or that of the caller whom a gateway names.
+
+        Only sessions that act for others have plans without an owner; what any other one says here counts for nothing.
+        """
+        plan = self.plan
+        return 0 if plan is None else plan.owner or -(plan.session << 16 | self.entry[11])
 
     @property
     def queue_timeout(self) -> int:

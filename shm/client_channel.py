@@ -196,9 +196,9 @@ class ClientChannel:
         flags: int = 0,
         sequence_id: int = 0,
         wait_event: int = 0,
+        caller: int = 0,
     ) -> int:
         """Publish one request; returns its ident, or 0 when every slot is taken. `wait_event`: as `Request` has it.
-
         Raises struct.error when a field is out of its range (see `SUBMISSION`).
         """
         words = self._words
@@ -223,7 +223,7 @@ class ClientChannel:
                 flags,
                 priority,
                 wait_event,
-                0,
+                caller,
                 0,
             )
             with self._lock:  # no call in it: see `_lock`

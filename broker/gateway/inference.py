@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Final, NamedTuple, final
 
@@ -25,6 +24,7 @@ import numpy.typing as npt
 from broker.gateway import correlation, validation
 from broker.gateway.answers import is_gone, response_of, told
 from broker.gateway.kserve import Caller, InferRequest, InferResponse, Transport, one_answer_only
+from broker.gateway.labels import Labels
 from broker.gateway.lasting import Holder, Lasting
 from broker.gateway.offenders import Offenders
 from broker.gateway.plan_cache import Entry, PlanCache, check_room, given_parameters, key_of, prepare
@@ -37,7 +37,6 @@ from clientlib.failures import RangeInUse
 from clientlib.results import InferResult
 from clientlib.submission import MAX_PRIORITY
 from shm.errors import Code, InferError, shortened
-from shm.gateway_messages import Config, GetConfig
 from shm.message_values import ModelMetadata
 from shm.messages import GetModel, Models
 from shm.parameters import key_of as parameters_key
@@ -70,13 +69,12 @@ class Inference:
         self._looking: dict[str, asyncio.Task[None]] = {}
         self._reads_parameters: dict[tuple[str, str], bool] = {}  # by model and version, as last heard
         self._steps = Queues()  # of the steps of a sequence that are being resolved
-        self._labels: dict[
-            tuple[str, str], tuple[Mapping[str, Sequence[bytes]], float]
-        ] = {}  # and when they were heard
+        self._labels = Labels(client)
 
     async def infer(self, request: InferRequest, caller: Caller) -> InferResponse:
         """Run one request. Raises InferError with Triton's texts; all but those of lookups name the request's id."""
         deadline_ns = deadline_of(request, caller)
+        request.party = 0 if request.sequence_id else caller.party  # steps of a sequence keep their order
         resolved = await self._resolve_in_turn(request, caller, deadline_ns)
         return await self._infer(request, caller, resolved, deadline_ns)
 
@@ -86,6 +84,7 @@ class Inference:
         What can be known of a request before it runs is raised here; what comes later is a response.
         """
         deadline_ns = deadline_of(request, caller)
+        request.party = 0 if request.sequence_id else caller.party
         resolved = await self._resolve_in_turn(request, caller, deadline_ns)
         try:
             entry = await self._entry(resolved.key, request, resolved, deadline_ns)
@@ -131,7 +130,7 @@ class Inference:
     def forget_latest(self, model: str) -> None:
         """It was loaded or unloaded here."""
         self._latest.pop(model, None)
-        self._labels = {key: known for key, known in self._labels.items() if key[0] != model}
+        self._labels.forget(model)
         self._reads_parameters = {key: reads for key, reads in self._reads_parameters.items() if key[0] != model}
 
     # --- what a request names --------------------------------------------------------------------------------------
@@ -257,18 +256,8 @@ class Inference:
     ) -> Entry:
         entry = self.plans.find(key) or await self._prepare(key, request, resolved, deadline_ns, direct=direct)
         if any(output.classes > 0 for output in request.outputs or ()):
-            entry.labels = await self._labels_of(request.model, entry.version)
+            entry.labels = await self._labels.of(request.model, entry.version)
         return entry
-
-    async def _labels_of(self, model: str, version: str) -> Mapping[str, Sequence[bytes]]:
-        """Class names by output. A reload by others is seen as late as that of the latest version."""
-        labels, heard = self._labels.get((model, version), ({}, -math.inf))
-        if time.monotonic() - heard > LATEST_S:
-            reply, _ = await self._client.call(GetConfig(model=model, version=version))
-            assert isinstance(reply, Config)
-            labels = {name: text.split(b"\n") for name, text in reply.labels.items()}
-            self._labels[model, version] = labels, time.monotonic()
-        return labels
 
     async def _prepare(
         self, key: Hashable, request: InferRequest, resolved: _Resolved, deadline_ns: int, *, direct: bool = True
@@ -329,10 +318,16 @@ class Inference:
         timeout_ns = queue_timeout_of(request, deadline_ns)
         submitted = 0 if request.trace is None else request.trace.submitted()
         entry.inside += 1
+        place = None
         try:
-            result = await entry.plan.infer_arrays(values, deadline_ns, _priority(request), sequence, timeout_ns)
+            place = await entry.place(request.party, deadline_ns)
+            result = await entry.plan.infer_arrays(
+                values, deadline_ns, _priority(request), sequence, timeout_ns, request.party
+            )
         finally:
             entry.inside -= 1
+            if place is not None:
+                place.leave(request.party)
         if request.trace is not None and not entry.ensemble:  # whose steps are other requests
             request.trace.computed(submitted, result.timing)
         if result.copied_here > inline:
@@ -368,7 +363,9 @@ class Inference:
             sequence = correlation.sequence_of(request) if request.sequence_id else correlation.NO_SEQUENCE
             timeout_ns = queue_timeout_of(request, deadline_ns)
             async with self.plans.room(entry):
-                stream = entry.plan.stream_arrays(values, deadline_ns, _priority(request), sequence, timeout_ns)
+                stream = entry.plan.stream_arrays(
+                    values, deadline_ns, _priority(request), sequence, timeout_ns, request.party
+                )
                 await stream  # it is sent
         except InferError as error:
             if is_gone(error) and not anew:

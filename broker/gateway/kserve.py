@@ -38,9 +38,10 @@ class Caller:
     `principal` None: may not use shared memory, for the reason in `refusal` (remote, forwarded, foreign), which is for
     the log and never for the wire. With `ask` it is found out when first looked at: only what names a region pays.
     `headers`: names in lower case, for the restricted-API settings. `connection`: the same for all requests of one.
+    `party`: see the property.
     """
 
-    __slots__ = ("_ask", "_identity", "connection", "headers", "transport")
+    __slots__ = ("_ask", "_identity", "_party", "connection", "headers", "transport")
 
     def __init__(
         self,
@@ -51,11 +52,13 @@ class Caller:
         *,
         ask: Callable[[], Identity] | None = None,
         connection: Any = None,
+        party: Callable[[], int] = int,
     ) -> None:
         self.transport = transport
         self.headers = headers
         self.connection = connection
         self._ask = ask
+        self._party = party
         self._identity: Identity = (principal, refusal)
 
     @property
@@ -72,6 +75,11 @@ class Caller:
     def identity(self) -> Identity:
         """The principal, or why there is none: it names the remote host, or the other uid."""
         return self._asked()
+
+    @property
+    def party(self) -> int:
+        """Whose turn its requests take where others wait (`broker.gateway.parties`); asked anew for each."""
+        return self._party()
 
     def _asked(self) -> Identity:
         if self._ask is not None:
@@ -114,7 +122,7 @@ class RequestedOutput:
 class InferRequest:
     """`outputs` None: all of them. `timeout_us` and `priority` 0: none given. `parameters`: the caller's own.
     `empty_final` is gRPC's own: of a stream whose end comes without a response, the end is wanted as one.
-    `trace`: where to note what becomes of it.
+    `trace`: where to note what becomes of it. `party`: whose turn it takes, as the core has found out.
     """
 
     model: str
@@ -130,6 +138,7 @@ class InferRequest:
     parameters: dict[str, Parameter] = field(default_factory=dict)
     empty_final: bool = False
     trace: Trace | None = None
+    party: int = 0
 
 
 @final

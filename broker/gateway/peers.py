@@ -23,6 +23,7 @@ from typing import Any, Protocol, final
 from urllib.parse import unquote
 
 from broker.gateway.kserve import Caller, Identity
+from broker.gateway.parties import Parties
 from broker.gateway.sock_diag import Address, Endpoint, SocketOwners, plain
 from shm.message_values import Principal
 from shm.sockets import peer_credentials
@@ -73,6 +74,7 @@ class Peers:
         self._complained = float("-inf")
         self._owners = SocketOwners()
         self._owner = owner or self._owners.uid
+        self._parties = Parties(self._owners)
         self._overflow = overflow_uid()
 
     def close(self) -> None:
@@ -82,7 +84,8 @@ class Peers:
     def http_caller(self, connection: Connection | None, headers: Mapping[str, str]) -> Caller:
         """Of one HTTP request. `connection` None: it is closed by now. `headers`: any case, aiohttp's mapping too."""
         ask = partial(self._ask, self._http, connection, headers)
-        return Caller("http", headers=headers, ask=ask, connection=connection)
+        party = partial(self._http_party, connection)
+        return Caller("http", headers=headers, ask=ask, connection=connection, party=party)
 
     def grpc_callers(self, address: str, port: int) -> Callable[[str, Mapping[str, str]], Caller]:
         """What makes the caller of a call, or of one request of a stream, to a server on `address` alone.
@@ -95,13 +98,15 @@ class Peers:
 
         def caller(peer: str, metadata: Mapping[str, str]) -> Caller:
             ask = partial(self._ask, self._grpc, local, port, peer, metadata)
-            return Caller("grpc", headers=metadata, ask=ask, connection=peer)
+            party = partial(self._grpc_party, local, port, peer)
+            return Caller("grpc", headers=metadata, ask=ask, connection=peer, party=party)
 
         return caller
 
     def zmq_caller(self, peer_address: str, client: str, headers: Mapping[str, str] | None = None) -> Caller:
         """Of one message. `peer_address`: its frame's metadata; `client` names the client within its uid."""
-        return Caller("zmq", headers=headers or {}, ask=partial(self._ask, self._zmq, peer_address, client))
+        ask, party = partial(self._ask, self._zmq, peer_address, client), partial(self._zmq_party, peer_address, client)
+        return Caller("zmq", headers=headers or {}, ask=ask, party=party)
 
     def _ask(self, rule: Callable[..., Identity], *arguments: object) -> Identity:
         """Apply `rule`; the log says why somebody was refused, once a second at most."""
@@ -130,11 +135,7 @@ class Peers:
             return None, by
         if peer.startswith("unix:"):
             return self._of_uid(self._uid, KSERVE)
-        found = _GRPC_TCP.fullmatch(peer)
-        try:
-            remote = _endpoint((unquote(found["address"]).strip("[]"), found["port"])) if found else None
-        except (OSError, ValueError):
-            remote = None
+        remote = _grpc_endpoint(peer)
         if remote is None:
             return None, "the peer's address is not known"
         if not _is_loopback(remote[0]):
@@ -165,6 +166,32 @@ class Peers:
             return None, f"the peer is uid {uid}, this broker serves uid {self._uid}"
         return Principal(uid=uid, scope=scope), ""
 
+    # --- whose turn a request takes --------------------------------------------------------------------------------
+
+    def _http_party(self, connection: Connection | None) -> int:
+        if connection is None:
+            return 0
+        try:
+            if connection.family == socket.AF_UNIX:
+                return self._parties.of_pid(peer_credentials(connection)[0])  # type: ignore[arg-type]
+            return self._parties.of_tcp(_endpoint(connection.getpeername()), _endpoint(connection.getsockname()))
+        except (OSError, ValueError):
+            return 0  # it is closed: nobody waits for the answer
+
+    def _grpc_party(self, listening: Mapping[int, Address], port: int, peer: str) -> int:
+        """All of the Unix socket are one: grpc says no more of them."""
+        remote = _grpc_endpoint(peer)
+        if remote is None:
+            return self._parties.number(peer)
+        local = listening.get(len(remote[0]))
+        if local is None:
+            return self._parties.number(("host", remote[0]))
+        return self._parties.of_tcp(remote, (local, port))
+
+    def _zmq_party(self, peer_address: str, client: str) -> int:
+        found = zmq_peer(peer_address)
+        return self._parties.number(client) if found is None else self._parties.of_pid(found[1])
+
 
 def forwarded_by(headers: Mapping[str, str]) -> str:
     """Why a request with these headers is not its peer's own; "" if nothing says so."""
@@ -181,6 +208,15 @@ def zmq_peer(peer_address: str) -> tuple[int, int] | None:
     """(uid, pid) from the Peer-Address of a frame that came over ipc://, None for any other."""
     found = _ZMQ_PEER.fullmatch(peer_address)
     return (int(found["uid"]), int(found["pid"])) if found else None
+
+
+def _grpc_endpoint(peer: str) -> Endpoint | None:
+    """Of a TCP peer as grpc writes it."""
+    found = _GRPC_TCP.fullmatch(peer)
+    try:
+        return _endpoint((unquote(found["address"]).strip("[]"), found["port"])) if found else None
+    except (OSError, ValueError):
+        return None
 
 
 def grpc_listeners(host: str) -> list[str]:

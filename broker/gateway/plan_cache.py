@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, final
 
 from broker.gateway import correlation, validation
 from broker.gateway.kserve import InferRequest
+from broker.gateway.places import Places
 from broker.gateway.regions import Alias
 from clientlib import shapes
 from clientlib.async_client import AsyncClient
@@ -31,7 +32,7 @@ from shm.parameters import check as check_parameters
 MAX_PLANS = 512
 MAX_BYTES = 256 << 20  # of places, for all plans but the last
 FIRST = Budget(places=2, byte_size=0)  # of a plan that may never be used again; others wait while both run
-BUDGET = Budget(places=64, byte_size=8 << 20, least=4)  # of one whose requests come at the same time
+BUDGET = Budget(places=64, byte_size=8 << 20, least=5)  # of one whose requests come at the same time
 # Steps of sequences that have no slot yet keep their places, and those of the others, which make room, must find some.
 STEPS = Budget(places=1024, byte_size=64 << 20, least=16)
 
@@ -67,6 +68,7 @@ class Entry:
     """
 
     __slots__ = (
+        "_places",
         "batched",
         "byte_size",
         "decoupled",
@@ -113,11 +115,20 @@ class Entry:
         self.growing: asyncio.Task[None] | None = None
         self.inside = 0
         self.entering = asyncio.Lock()
+        self._places = Places()
         self.text_id = text_id
         self.labels: Mapping[str, Sequence[bytes]] = {}
         # In one order for everybody, so that no two requests wait for each other.
         places = sorted({(t.alias.number, t.offset): t for t in targets.values()}.items(), key=lambda item: item[0])
         self.turns = tuple(target.alias.turn(target.offset) for _, target in places)
+
+    async def place(self, party: int, deadline_ns: int) -> Places | None:
+        """Wait for a request's place; None: it needs none. Raises InferError UNAVAILABLE at the deadline."""
+        bank = self.plan.prepared.layout.bank if self.plan.prepared is not None else None
+        if bank is None:
+            return None
+        await self._places.enter(bank.places, party, deadline_ns)
+        return self._places
 
     @property
     def tight(self) -> bool:

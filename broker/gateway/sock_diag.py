@@ -51,6 +51,11 @@ class SocketOwners:
 
         A uid that is not mapped in this user namespace comes as the overflow uid.
         """
+        owner = self.owner(peer, local)
+        return None if owner is None else owner[0]
+
+    def owner(self, peer: Endpoint, local: Endpoint) -> tuple[int, int] | None:
+        """As `uid`, with the inode of the socket."""
         self._sequence = (self._sequence + 1) & 0xFFFFFFFF
         try:
             if self._netlink is None:
@@ -80,8 +85,8 @@ def encode(peer: Endpoint, local: Endpoint, sequence: int) -> bytes:
     )
 
 
-def decode(reply: bytes, peer: Endpoint, local: Endpoint) -> int | None:
-    """The owner that `reply` names, None unless it is that of the established socket between these two."""
+def decode(reply: bytes, peer: Endpoint, local: Endpoint) -> tuple[int, int] | None:
+    """The uid and inode that `reply` names, None unless they are those of the established socket between these two."""
     if len(reply) < _REPLY.size:
         return None
     _, kind, _, _, _, family, state, ports, source, destination, uid, inode = _REPLY.unpack_from(reply)
@@ -91,7 +96,9 @@ def decode(reply: bytes, peer: Endpoint, local: Endpoint) -> int | None:
         source, destination = source[:4], destination[:4]
     # An IPv6 socket may be the end of an IPv4 connection: it is shown with mapped addresses.
     same = (plain(source), plain(destination)) == (peer[0], local[0])
-    return int(uid) if same and ports == peer[1].to_bytes(2, "big") + local[1].to_bytes(2, "big") else None
+    if not same or ports != peer[1].to_bytes(2, "big") + local[1].to_bytes(2, "big"):
+        return None
+    return int(uid), int(inode)
 
 
 def plain(address: bytes) -> Address:

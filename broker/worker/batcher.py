@@ -1,7 +1,7 @@
 """Which queued requests run together, and when. Pure: no thread, no clock, no model.
 
 `DynamicBatcher` follows Triton's dynamic batcher; `SingleQueue` is its default scheduler. The loop calls `take` when an
-instance is free, and again at `due`. Clients take turns within a priority level (`broker.worker.fair_line`).
+instance is free, and again at `due`. Clients take turns within a priority level (`shm.fair_line`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import final
 from broker.repository.config import ModelConfig
 from broker.repository.scheduling import DynamicBatching, QueuePolicy
 from broker.worker import strategies
-from broker.worker.fair_line import FairLine
 from broker.worker.levels import Level
 from broker.worker.queues import Queue, Row
 from shm import statistics
 from shm.admission import Request, Verdict
 from shm.errors import Code
+from shm.fair_line import FairLine
 
 DROPPED = "a newer request took its place: "
 MISFITS = 16  # clients passed over for one batch at most, so that a look at the queue stays short
@@ -32,7 +32,7 @@ class SingleQueue:
     __slots__ = ("_line", "_ready", "_waiting", "closed_by", "late_at", "pinned")
 
     def __init__(self) -> None:
-        self._line = FairLine()
+        self._line = FairLine[Request]()
         self._ready: list[Request] = []  # set aside
         self._waiting = 0
         self.closed_by = statistics.IDLE
@@ -334,7 +334,7 @@ class DynamicBatcher:
         number = request.priority if 1 <= request.priority <= len(self._levels) else self._default_level
         return self._levels[number - 1]
 
-    def _lines(self) -> Sequence[FairLine]:
+    def _lines(self) -> Sequence[FairLine[Request]]:
         if self._single is not None:
             return self._single
         return [line for level in self._levels for line in (level.line, level.delayed) if line]

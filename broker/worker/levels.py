@@ -7,9 +7,9 @@ from typing import final
 
 from broker.repository.scheduling import QueuePolicy
 from broker.worker.deadlines import Deadlines
-from broker.worker.fair_line import FairLine
 from shm.admission import EXPIRED, Request, Verdict
 from shm.errors import Code
+from shm.fair_line import FairLine
 
 FULL: Verdict = (Code.UNAVAILABLE, "Exceeds maximum queue size")
 MEASURED = 4  # requests at least before the pace says anything
@@ -45,8 +45,8 @@ class Level:
 
     def __init__(self, policy: QueuePolicy) -> None:
         self.policy = policy
-        self.line = FairLine()
-        self.delayed = FairLine()
+        self.line = FairLine[Request]()
+        self.delayed = FairLine[Request]()
         self.size = 0
         self.late_at = 0
         self._timeout = policy.default_timeout_microseconds * 1000

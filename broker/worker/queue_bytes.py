@@ -59,7 +59,7 @@ class ByteBound:
         self._drop_oldest = drop_oldest
         self._most = most
         self._sizes: dict[Request, int] = {}  # of what waits and was not set aside for an idle instance
-        self._lines: dict[int, _Line] = {}  # the same, by client (a channel, as in `broker.worker.fair_line`)
+        self._lines: dict[int, _Line] = {}  # the same, by client, as in `shm.fair_line`
         self._dropped: dict[Request, Verdict] = {}  # they leave by `late`
         self._total = 0
         self._pace = _Pace()
@@ -101,7 +101,7 @@ class ByteBound:
             if not self._sizes:
                 self._began = 0
             self._sizes[request] = size
-            self._lines.setdefault(id(request.channel), _Line()).add(request, size)
+            self._lines.setdefault(request.client, _Line()).add(request, size)
             self._total += size
         return verdict
 
@@ -117,7 +117,7 @@ class ByteBound:
 
     def _make_room(self, request: Request, size: int) -> bool:
         """Refuse the newest of the client with most bytes, if that has no less even then."""
-        own = self._lines.get(id(request.channel))
+        own = self._lines.get(request.client)
         most = max(self._lines.values(), key=lambda line: line.total)
         need, found, freed = self._total + size - self._most, list[Request](), 0
         for newest in reversed(most.sizes):
@@ -159,7 +159,7 @@ class ByteBound:
             if row is None or size is None:
                 continue
             total += size
-            client = id(row.channel)
+            client = row.client
             self._lines[client].remove(row)
             if not self._lines[client].sizes:
                 del self._lines[client]

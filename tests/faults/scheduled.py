@@ -46,7 +46,7 @@ _PATIENCE = (
 
 
 def write(root: Path) -> Path:
-    """The lab's models; slowly; busy, bounded, impatient, levels; sums; chain; kept; expand, flags."""
+    """The lab's models; slowly, singly; busy, bounded, impatient, levels; sums; chain; kept; expand, flags."""
     repository.write(root)
     instance = "instance_group { count: 1 kind: KIND_CPU }\n"
     for name, batching in (
@@ -58,6 +58,8 @@ def write(root: Path) -> Path:
         models.write_model(root, name, config=f"{_BUSY}{instance}{batching}\n")
     slowly = f'backend: "identity"\nmax_batch_size: 1\n{_TENSORS}{_DELAY.format(SLOWLY_MS)}{instance}'
     models.write_model(root, "slowly", config=slowly)
+    singly = f'backend: "identity"\nmax_batch_size: 1\n{_TENSORS}{_DELAY.format(DELAY_MS)}{instance}'
+    models.write_model(root, "singly", config=singly)
     models.write_model(root, "sums", config=f"{_SUMS}{instance}")
     models.write_model(root, "chain", config=_CHAIN)
     models.write_model(root, "kept", models.add1(), config="max_batch_size: 4\nresponse_cache { enable: true }\n")

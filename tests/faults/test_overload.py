@@ -10,7 +10,8 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from http.client import HTTPConnection
 from typing import Any
 
 import grpc
@@ -27,6 +28,7 @@ from tests.faults.visited import VisitedLab
 MIB = 1 << 20
 EXPIRED = "Request timeout expired"
 FULL = "Exceeds maximum queue size"
+BODY = b'{"inputs":[{"name":"INPUT0","datatype":"FP32","shape":[1,1],"data":[1]}]}'
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +111,7 @@ def test_l02_who_waits_too_long(lab: Lab, model: str, timeout: float) -> None:
 
 def leave_before_it_runs(http: int, grpc_port: int) -> dict[str, Any]:
     """Requests behind one that runs, whose callers go: over HTTP by hang-up, over gRPC by deadline."""
-    body = b'{"inputs":[{"name":"INPUT0","datatype":"FP32","shape":[1,1],"data":[1]}]}'
-    head = b"POST /v2/models/slowly/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+    head = b"POST /v2/models/slowly/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(BODY)
     request = service_pb2.ModelInferRequest(model_name="slowly", raw_input_contents=[np.float32(1).tobytes()])
     request.inputs.add(name="INPUT0", datatype="FP32", shape=[1, 1])
     with clientlib.connect() as client, grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as wire:
@@ -123,7 +124,7 @@ def leave_before_it_runs(http: int, grpc_port: int) -> dict[str, Any]:
             with contextlib.ExitStack() as stack:
                 for _ in range(8):
                     connection = stack.enter_context(socket.create_connection(("127.0.0.1", http)))
-                    connection.sendall(head + body)
+                    connection.sendall(head + BODY)
                 child.hear(0.1)
             codes = Counter(call.code().name for call in calls)
             stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=60)  # when this is answered it knows of all others
@@ -222,6 +223,71 @@ def test_l07_one_client_asks_for_all(lab: Lab) -> None:
         if (answered := greedy.result()) < 750:
             break
     assert answered < 750
+    lab.settled()
+
+
+def flood_a_gateway(http: int, grpc_port: int) -> int:
+    """A greedy process: 100 requests under way on one gRPC connection, and one each on 30 of HTTP, until told."""
+    wire = grpc.insecure_channel(f"127.0.0.1:{grpc_port}")
+    stub = service_pb2_grpc.GRPCInferenceServiceStub(wire)
+    request = service_pb2.ModelInferRequest(model_name="singly", raw_input_contents=[np.float32(1).tobytes()])
+    request.inputs.add(name="INPUT0", datatype="FP32", shape=[1, 1])
+    ends, answered = threading.Event(), Counter[str]()
+
+    def again(call: Any = None) -> None:
+        if call is not None:
+            answered["gRPC"] += 1
+        if not ends.is_set():
+            stub.ModelInfer.future(request).add_done_callback(again)
+
+    def over_http() -> None:
+        connection = HTTPConnection("127.0.0.1", http, timeout=60)
+        while not ends.is_set():
+            connection.request("POST", "/v2/models/singly/infer", BODY)
+            assert connection.getresponse().read()
+            answered["HTTP"] += 1
+        connection.close()
+
+    threads = [threading.Thread(target=over_http) for _ in range(30)]
+    for thread in threads:
+        thread.start()
+    for _ in range(100):
+        again()
+    while len(answered) < 2:
+        child.hear(0.01)
+    child.say("flooded")
+    child.hear()
+    ends.set()
+    for thread in threads:
+        thread.join()
+    wire.close()
+    return answered.total()
+
+
+def ask_at_the_door(door: str, port: int) -> int:
+    """How many others ran while a polite process waited for an answer; the median of several."""
+    with clientlib.connect() as control:
+
+        def ran_meanwhile(ask: Callable[[], object]) -> int:
+            before = inferences(control, "singly")
+            ask()
+            return inferences(control, "singly") - before - 1
+
+        x = np.zeros((1, 1), np.float32)
+        with clientlib.connect(f"{door}://127.0.0.1:{port}") if port else clientlib.connect() as client:
+            return sorted(ran_meanwhile(lambda: client.infer("singly", {"INPUT0": x}, timeout=50)) for _ in range(9))[4]
+
+
+@pytest.mark.parametrize("door", ["http", "grpc", "native"])
+def test_l07_one_process_floods_a_gateway(lab: VisitedLab, door: str) -> None:
+    """[L-07] whoever asks once, by whichever way, waits for what runs and for one turn of the other process, whose 31
+    connections are one party: 130 requests that wait. What runs while it looks at the count is in the count.
+    """
+    greedy = lab.start(flood_a_gateway, http=lab.http, grpc_port=lab.grpc)
+    assert greedy.heard() == "flooded"
+    assert lab.offend(ask_at_the_door, door=door, port={"http": lab.http, "grpc": lab.grpc}.get(door, 0)) <= 8
+    greedy.tell("enough")
+    assert greedy.result() > 0
     lab.settled()
 
 

@@ -24,7 +24,7 @@ class Queued:
     arrival: int = 0
     priority: int = 0
     signature: object = A
-    channel: object = None
+    client: object = None
     plan: object = None  # as of Triton's clients
     deadline: int = 0
     queue_timeout: int = 0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import random
-import weakref
 from collections import Counter, deque
 
 import pytest
@@ -16,8 +14,8 @@ from shm.admission import EXPIRED
 from tests.unit.test_batcher import US, A, B, Queued, fill, many
 
 
-def of(channel, count, **fields):
-    return [Queued(channel=channel, **fields) for _ in range(count)]
+def of(client, count, **fields):
+    return [Queued(client=client, **fields) for _ in range(count)]
 
 
 def policed(most=8, levels=0, hold=0, delay=0, per_level=None, **policy):
@@ -37,6 +35,32 @@ def test_a_client_that_sends_much_delays_only_itself(queue):
     taken = [queue.take(0)[0] for _ in range(6)]
     assert taken == [many_[0], few[0], many_[1], few[1], many_[2], many_[3]]
     assert not queue.take(0)
+
+
+@pytest.mark.parametrize("queue", [SingleQueue(), policed(1)])
+def test_who_asks_once_waits_for_what_runs_and_no_more(queue):
+    """Batch 1, one with 100 requests, of which the first runs: another's request is the next one, and so each time."""
+    flood = fill(queue, *of("x", 100))
+    taken = queue.take(0)
+    for number in range(1, 40):
+        (polite,) = fill(queue, *of("y", 1))
+        assert taken == [flood[number - 1]]
+        assert queue.take(0) == [polite]
+        taken = queue.take(0)
+
+
+def test_nobody_is_overtaken_for_ever():
+    """Two whose next request comes as soon as the one before has run, and one with many: each has every third turn."""
+    queue = SingleQueue()
+    flood = fill(queue, *of("x", 30))
+    fill(queue, *of("y", 1), *of("z", 1))
+    taken = []
+    for _ in range(30):
+        (one,) = queue.take(0)
+        taken.append(one.client)
+        if one not in flood:
+            fill(queue, *of(one.client, 1))
+    assert Counter(taken) == {"x": 10, "y": 10, "z": 10}
 
 
 def test_clients_share_a_batch_evenly():
@@ -68,9 +92,9 @@ def test_a_full_queue_refuses():
 def test_a_client_that_fills_the_queue_keeps_nobody_out():
     queue = policed(max_queue_size=4)
     x = fill(queue, *of("x", 4))
-    assert queue.add(Queued(channel="x"), 0) == FULL
+    assert queue.add(Queued(client="x"), 0) == FULL
     y = fill(queue, *of("y", 2))
-    assert queue.add(Queued(channel="y"), 0) == FULL, "now both have as much"
+    assert queue.add(Queued(client="y"), 0) == FULL, "now both have as much"
     assert queue.late(0) == [(x[3], FULL), (x[2], FULL)]
     assert queue.take(0) == [x[0], y[0], x[1], y[1]]
 
@@ -79,15 +103,15 @@ def test_a_client_that_fills_the_queue_keeps_nobody_out():
 def test_whoever_floods_waits_for_himself(level):
     """A thousand requests of one client, and new ones whenever some have run: another is in the next batch."""
     queue = policed(4, levels=2, max_queue_size=100)
-    flood = [Queued(channel="x", priority=level) for _ in range(1000)]
+    flood = [Queued(client="x", priority=level) for _ in range(1000)]
     for number, request in enumerate(flood):
         assert queue.add(request, 0) == (None if number < 100 else FULL)
     for now in range(1, 50):
-        polite = Queued(channel="y", priority=level, arrival=now)
+        polite = Queued(client="y", priority=level, arrival=now)
         assert queue.add(polite, now) is None
         assert polite in queue.take(now)
         for _ in range(8):
-            queue.add(Queued(channel="x", priority=level), now)
+            queue.add(Queued(client="x", priority=level), now)
         queue.late(now)
     assert len(queue) <= 100
 
@@ -95,7 +119,7 @@ def test_whoever_floods_waits_for_himself(level):
 def test_a_full_queue_lets_the_oldest_of_the_greediest_go():
     queue = policed(max_queue_size=3, drop_oldest=True)
     x, y = fill(queue, *of("x", 2)), fill(queue, *of("y", 1))
-    new = Queued(channel="y", arrival=5)
+    new = Queued(client="y", arrival=5)
     assert queue.add(new, 5) is None
     assert 0 < queue.late_at <= 5
     ((dropped, (_, text)),) = queue.late(5)
@@ -171,7 +195,7 @@ def test_every_request_leaves_once_and_a_client_keeps_its_order(seed):
 
     def leaves(request):
         assert id(request) in waiting
-        lines[request.channel, request.priority].remove(waiting.pop(id(request)))
+        lines[request.client, request.priority].remove(waiting.pop(id(request)))
 
     for _ in range(400):
         now += rng.choice([0, 1, 10]) * US
@@ -183,20 +207,20 @@ def test_every_request_leaves_once_and_a_client_keeps_its_order(seed):
             request.rows = min(request.rows, queue._max)
             if queue.add(request, now) is None:
                 waiting[id(request)] = request
-                lines.setdefault((request.channel, request.priority), deque()).append(request)
+                lines.setdefault((request.client, request.priority), deque()).append(request)
             else:
                 assert policy["max_queue_size"]
                 assert not policy["drop_oldest"]
                 level = queue._levels[request.priority - 1 if levels else 0]
-                waits = Counter(each.channel for each in level.line)
-                assert max(waits.values(), default=0) <= waits[request.channel] + 1, "others have more"
+                waits = Counter(each.client for each in level.line)
+                assert max(waits.values(), default=0) <= waits[request.client] + 1, "others have more"
         elif kind < 0.8:
             batch = queue.take(now)
             assert len({request.signature for request in batch}) <= 1
             assert sum(request.rows or 1 for request in batch) <= queue._max
             for request in batch:
                 if action == "REJECT" or not timed:
-                    older = lines[request.channel, request.priority]
+                    older = lines[request.client, request.priority]
                     gone = {id(r) for r in queue._dropped}
                     assert next(r for r in older if id(r) not in gone) is request
                 leaves(request)
@@ -213,22 +237,3 @@ def test_every_request_leaves_once_and_a_client_keeps_its_order(seed):
     assert not waiting
     assert len(queue) == 0
     assert queue.late_at == 0
-
-
-class Channel:
-    """As much of a channel as a line sees: it is somebody's."""
-
-
-def test_a_line_keeps_no_client_whose_last_request_has_left():
-    """Its channel maps the client's memory: that must go with the client."""
-    queue = policed(1)
-    gone = []
-    for _ in range(3):
-        channels = [Channel() for _ in range(2)]
-        gone += map(weakref.ref, channels)
-        fill(queue, *(request for channel in channels for request in of(channel, 2)))
-        while queue.take(0):
-            pass
-        del channels
-    gc.collect()
-    assert [ref() for ref in gone] == [None] * 6

@@ -133,21 +133,21 @@ def test_the_oldest_go_where_that_is_configured():
 
 def test_the_oldest_go_without_batches_too():
     queue = ByteBound(SingleQueue(), 100, drop_oldest=True)
-    old = [of(50, channel="x"), of(50, channel="x")]
+    old = [of(50, client="x"), of(50, client="x")]
     for request in old:
         queue.add(request, 1)
-    newest = of(30, channel="y")
+    newest = of(30, client="y")
     assert queue.add(newest, 2) is None
     assert (queue.late_at, len(queue)) == (1, 3)
     text = "a newer request took its place: too many bytes wait (max_queue_bytes, drop_oldest)"
     assert queue.late(2) == [(old[0], (Code.UNAVAILABLE, text))]
-    assert queue.add(of(60, channel="x"), 3) is None
+    assert queue.add(of(60, client="x"), 3) is None
     assert [request for request, _ in queue.late(3)] == [old[1]]
-    assert {queue.take(4)[0].channel for _ in range(2)} == {"x", "y"}
+    assert {queue.take(4)[0].client for _ in range(2)} == {"x", "y"}
     assert len(queue) == 0
-    last = of(500, channel="x")
+    last = of(500, client="x")
     assert queue.add(last, 5, free=1) is None, "where nothing waits it is let in"
-    assert queue.add(of(500, channel="x"), 5, free=1) is None
+    assert queue.add(of(500, client="x"), 5, free=1) is None
     assert not queue.late(5), "one that an idle instance can take is not dropped"
     assert queue.take(6) == [last]
 
@@ -176,25 +176,25 @@ def test_who_has_it_and_what_follows():
 @pytest.mark.parametrize("inside", [SingleQueue(), DynamicBatcher(4, DynamicBatching())])
 def test_a_client_that_has_less_is_not_kept_out(inside):
     queue = ByteBound(inside, 100)
-    greedy = [of(25, channel="x") for _ in range(4)]
+    greedy = [of(25, client="x") for _ in range(4)]
     for request in greedy:
         assert queue.add(request, 1) is None
-    modest, large = of(30, channel="y"), of(60, channel="z")
+    modest, large = of(30, client="y"), of(60, client="z")
     assert queue.add(large, 1) is not None, "it would have more than the others then"
     assert queue.add(modest, 1) is None
     assert (queue.late_at, len(queue)) == (1, 5)
     assert [request for request, _ in queue.late(1)] == [greedy[3], greedy[2]]
     assert len(queue) == 3
-    assert queue.add(of(25, channel="x"), 1) is not None
+    assert queue.add(of(25, client="x"), 1) is not None
     assert not queue.late(1)
 
 
 def test_one_that_is_refused_for_another_can_be_cancelled_first():
     queue = ByteBound(SingleQueue(), 100)
-    greedy = [of(50, channel="x") for _ in range(2)]
+    greedy = [of(50, client="x") for _ in range(2)]
     for request in greedy:
         queue.add(request, 1)
-    queue.add(of(10, channel="y"), 1)
+    queue.add(of(10, client="y"), 1)
     assert queue.remove(greedy[1])
     assert not queue.remove(greedy[1])
     assert not queue.late(1)
@@ -216,7 +216,7 @@ def test_whatever_happens_the_bytes_are_those_of_what_waits(seed):
         now += rng.randrange(20_000)
         what = rng.random()
         if what < 0.6:
-            request = of(rng.choice([1, 30, 90, 300]), arrival=now, channel=rng.choice("xy"))
+            request = of(rng.choice([1, 30, 90, 300]), arrival=now, client=rng.choice("xy"))
             if queue.add(request, now) is None:
                 waiting.append(request)
         elif what < 0.75 and waiting:
@@ -231,7 +231,7 @@ def test_whatever_happens_the_bytes_are_those_of_what_waits(seed):
         assert len(queue) == len(waiting)
         assert total <= 200 or len(waiting) == 1
         assert queue._total == total
-        lines = {id(request.channel): 0 for request in waiting}
+        lines = {request.client: 0 for request in waiting}
         for request in waiting:
-            lines[id(request.channel)] += input_bytes(request)
+            lines[request.client] += input_bytes(request)
         assert {client: line.total for client, line in queue._lines.items()} == lines

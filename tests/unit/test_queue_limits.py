@@ -139,7 +139,7 @@ def test_nothing_is_refused_or_dropped_that_could_run(seed):
             assert verdict == EXPIRED
         for _ in range(rng.randrange(8)):
             free = instances - busy
-            request = Queued(rng.randint(1, most), now, signature=rng.choice([A, A, A, B]), channel=rng.choice("xy"))
+            request = Queued(rng.randint(1, most), now, signature=rng.choice([A, A, A, B]), client=rng.choice("xy"))
             verdict = queue.add(request, now, free)
             dropped = [each for each, why in queue.late(now) if why != EXPIRED]
             for each in dropped:
@@ -178,7 +178,7 @@ def test_bytes_never_refuse_what_could_run(seed):
     for now in range(1, 500):
         free = rng.randrange(3)
         for _ in range(rng.randrange(6)):
-            request = sized(rng.choice([1, 30, 90, 300]), arrival=now, channel=rng.choice("xy"))
+            request = sized(rng.choice([1, 30, 90, 300]), arrival=now, client=rng.choice("xy"))
             refusal = queue.add(request, now, free)
             if refusal is None:
                 waiting.append(request)

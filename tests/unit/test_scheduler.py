@@ -83,7 +83,7 @@ class PlanOf:
 
     def __init__(self, model: LoadedModel) -> None:
         self.model = model
-        self.owner = 0
+        self.owner = self.session = 0
         self.key = 1
         self.rows = 1
         self.signature = ("s",)

@@ -57,13 +57,13 @@ def test_ipv6_is_asked_as_ipv6() -> None:
 
 
 def test_the_owner_of_an_established_socket_is_the_answer() -> None:
-    assert sock_diag.decode(reply(uid=1234), PEER, LOCAL) == 1234
-    assert sock_diag.decode(reply(PEER6, LOCAL6, family=socket.AF_INET6), PEER6, LOCAL6) == 1000
+    assert sock_diag.decode(reply(uid=1234), PEER, LOCAL) == (1234, 77)
+    assert sock_diag.decode(reply(PEER6, LOCAL6, family=socket.AF_INET6), PEER6, LOCAL6) == (1000, 77)
 
 
 def test_an_ipv6_socket_may_be_the_end_of_an_ipv4_connection() -> None:
     mapped = [(inet(f"::ffff:{socket.inet_ntoa(address)}"), port) for address, port in (PEER, LOCAL)]
-    assert sock_diag.decode(reply(*mapped, family=socket.AF_INET6), PEER, LOCAL) == 1000
+    assert sock_diag.decode(reply(*mapped, family=socket.AF_INET6), PEER, LOCAL) == (1000, 77)
 
 
 @pytest.mark.parametrize("state", [2, 4, 5, 6, 8, 10, 12])
