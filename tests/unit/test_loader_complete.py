@@ -284,6 +284,32 @@ def test_shapes_are_shown_side_by_side_with_the_edit_that_fixes_them(tmp_path, t
     assert reason.endswith(fix)
 
 
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("max_batch_size: 8 {} dims: [ 2, 2 ] reshape {{ shape: [ 4 ] }} }}", "leave 'reshape' out"),
+        ("max_batch_size: 8 {} dims: [ 4 ] reshape {{ shape: [ 4, 1 ] }} }}", "reshape { shape: [ 2, 2 ] }"),
+        ("max_batch_size: 8 {} dims: [ 6 ] reshape {{ shape: [ 6 ] }} }}", "dims: [ 2, 2 ], and leave 'reshape' out"),
+        ("max_batch_size: 0 {} dims: [ -1, 2, 2 ] reshape {{ shape: [ -1, 4 ] }} }}", "leave 'reshape' out"),
+        (
+            "max_batch_size: 0 {} dims: [ 4 ] reshape {{ shape: [ 2, 2 ] }} }}",
+            "max_batch_size: 1 or more, or count the first dimension as well: dims: [ -1, 2, 2 ], and leave 'reshape' "
+            "out",
+        ),
+        (
+            "max_batch_size: 8 {} dims: [ -1, 4 ] reshape {{ shape: [ -1, 2, 2 ] }} }}",
+            "leave the batch dimension out (max_batch_size > 0 adds it): dims: [ 2, 2 ], and leave 'reshape' out",
+        ),
+        ("max_batch_size: 8 {} dims: [ 4 ] }}", "dims: [ 2, 2 ]"),
+    ],
+)
+def test_the_edit_of_a_shape_minds_what_the_text_has_for_reshape(tmp_path, text, fix):
+    squares = models.identity(dims=("batch", 2, 2))
+    for kind, name in (("input", "x"), ("output", "y")):
+        reason = reason_of(tmp_path, squares, text.format(f'{kind} {{ name: "{name}"'))
+        assert reason.splitlines()[-1].strip() == f"fix: {fix}"
+
+
 def test_datatype_contradicts_the_file(tmp_path):
     reason = reason_of(tmp_path, models.add1(), 'input { name: "x" data_type: TYPE_INT32 }')
     assert "configuration expects datatype TYPE_INT32 for input 'x', model provides TYPE_FP32" in reason

@@ -16,6 +16,7 @@ from tritonclient.grpc import model_config_pb2
 
 from broker.repository.loader.failure import ModelError
 from broker.repository.loader.onnx_file import FileTensor, Signature
+from broker.repository.loader.shape_edits import dims_edit, shape_edit
 from broker.repository.loader.validate_scheduling import FLAGS
 from shm.mismatch import dims_text, side_by_side
 
@@ -323,7 +324,7 @@ def _compare_shape(config: model_config_pb2.ModelConfig, text: TensorText, tenso
             "for the model to support batching the shape should have at least 1 dimension and the first dimension must "
             f"be -1; but shape expected by the model is {show(file_shape)}"
         )
-        fix = f"max_batch_size: 0 and dims: {dims_text(file_shape)}"
+        fix = f"max_batch_size: 0 and {dims_edit(text, file_shape)}"
     elif len(declared) == len(file_shape) and all(
         there in (-1, here) for here, there in zip(declared[batched:], file_shape[batched:], strict=True)
     ):
@@ -339,7 +340,7 @@ def _compare_shape(config: model_config_pb2.ModelConfig, text: TensorText, tenso
             f"the model expects {len(file_shape)} dimensions (shape {show(file_shape)}) but the model configuration "
             f"specifies {len(declared)} dimensions{making}" + _which_differ(declared, file_shape, batched)
         )
-        fix = _fix(config, text, file_shape)
+        fix = shape_edit(config, text, file_shape)
     rows = [("max_batch_size", str(config.max_batch_size), ""), ("dims", dims_text(text.dims), "")]
     if text.HasField("reshape"):
         rows.append(("reshape", dims_text(text.reshape.shape), ""))
@@ -357,20 +358,6 @@ def _which_differ(declared: Sequence[int], file_shape: Sequence[int], batched: b
         if axis >= batched and there not in (-1, here)
     )
     return ": " + ", ".join(differ)
-
-
-def _fix(config: model_config_pb2.ModelConfig, text: TensorText, file_shape: tuple[int, ...]) -> str:
-    dims = tuple(text.dims)
-    if config.max_batch_size > 0:
-        inner = file_shape[1:]
-        if not inner:
-            return "dims: [ 1 ] and reshape { shape: [ ] }"
-        if len(dims) == len(file_shape):
-            return f"leave the batch dimension out (max_batch_size > 0 adds it): dims: {dims_text(inner)}"
-        return f"dims: {dims_text(inner)}"
-    if len(dims) + 1 == len(file_shape) and file_shape[0] == -1:
-        return f"max_batch_size: 1 or more, or count the first dimension as well: dims: {dims_text(file_shape)}"
-    return f"dims: {dims_text(file_shape)}" if file_shape else "dims: [ 1 ]"
 
 
 def show(shape: Sequence[int] | None, symbols: Sequence[str] = ()) -> str:

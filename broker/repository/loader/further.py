@@ -15,7 +15,7 @@ from typing import final
 from tritonclient.grpc import model_config_pb2
 
 from broker.repository.config import LoadFailure
-from broker.repository.loader.backend import ENSEMBLE, fill_backend
+from broker.repository.loader.backend import ENSEMBLE
 from broker.repository.loader.complete import comparisons, complete, made_inputs
 from broker.repository.loader.convert_scheduling import warm_up
 from broker.repository.loader.failure import ModelError
@@ -24,6 +24,7 @@ from broker.repository.loader.load import (
     ReadVersion,
     check_directory_name,
     config_path,
+    find_backend,
     located_in,
     read_version,
     served_versions,
@@ -72,14 +73,14 @@ class _Search:
         config.name = config.name or self._model.name
         versions, none_served = served_versions(config, self._model, [])
         newest_first = list(reversed(versions.items()))
-        if not self._tried(partial(fill_backend, config, self._model, [path for _, path in newest_first])):
+        if not self._tried(partial(find_backend, config, self._model, versions, none_served)):
             return
         self._tried(partial(check_code, self._model))
         self._each(_parameters(config))
         written = frozenset(text.name for text in config.input)
         version = None
         if none_served:
-            self.errors.append(ModelError(none_served))
+            self.errors.append(ModelError(none_served, "version_policy"))
         elif config.backend == "onnxruntime":
             version = self._version(config, parsed, *newest_first[0])
         if config.platform == ENSEMBLE:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -98,15 +98,7 @@ def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
     config, notes = parsed.config, [*parsed.notes]
     versions, none_served = served_versions(config, model, notes)
     newest_first = dict(reversed(versions.items()))
-    try:
-        fill_backend(config, model, list(newest_first.values()))
-    except ModelError as error:
-        if not none_served:
-            if str(error).startswith(NO_BACKEND):
-                error.versions = tuple(versions)
-            raise
-        is_empty = not any(field.name != "name" for field, _ in config.ListFields())
-        raise ModelError(none_served if is_empty else f"{error}\n    {none_served}") from error
+    find_backend(config, model, versions, none_served)
     notes += [*ignored(config), *overshadowed(config, model)]
     _check_file_name(config, model, versions)
     with _about(versions):
@@ -118,7 +110,7 @@ def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
     completed = False
     try:
         if none_served:
-            raise ModelError(none_served)
+            raise ModelError(none_served, "version_policy")
         if config.backend == "onnxruntime":
             number, path = next(iter(newest_first.items()))
             with _about(versions, number):
@@ -150,6 +142,23 @@ def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
         origins=origins if request.explain else None,
     )
     return with_padding(final)
+
+
+def find_backend(
+    config: model_config_pb2.ModelConfig, model: ModelDirectory, versions: Mapping[int, str], none_served: str
+) -> None:
+    """Fill it in, and what follows from it. `versions`, `none_served`: of `served_versions`. Raises ModelError."""
+    # Where the policy chooses none of the versions, those that are there show what the model is made for.
+    paths = list(versions.values()) or list(list_versions(model).paths.values())
+    try:
+        fill_backend(config, model, paths[::-1])
+    except ModelError as error:
+        if not none_served:
+            if str(error).startswith(NO_BACKEND):
+                error.versions = tuple(versions)
+            raise
+        is_empty = not any(field.name != "name" for field, _ in config.ListFields())
+        raise ModelError(none_served if is_empty else f"{error}\n    {none_served}") from error
 
 
 @contextlib.contextmanager
@@ -269,21 +278,31 @@ def served_versions(
             count = max(1, policy.latest.num_versions)
             chosen = dict(list(chosen.items())[-count:])
     if not chosen:
-        present = ", ".join(map(str, found.paths)) or "none"
-        if found.paths:
-            wanted = ", ".join(map(str, policy.specific.versions))
-            return {}, (
-                f"failed to load '{model.name}', no version is available: version_policy {{ specific {{ versions: "
-                f"[ {wanted} ] }} }} chooses none of those in {model.path} (present: {present})"
-            )
-        if found.broken:
-            return {}, f"failed to load '{model.name}', no version is available: {'; '.join(found.broken)}"
-        return {}, (
-            f"failed to load '{model.name}', no version is available: {model.path} needs a directory named by a "
-            f"number, such as {os.path.join(model.path, '1')} (present: {present}{_no_numbers(found)})"
-            f"{why_no_version(model.path)}"
-        )
+        return {}, f"failed to load '{model.name}', no version is available: {_why_none(model, policy, found)}"
     return chosen, ""
+
+
+def _why_none(model: ModelDirectory, policy: model_config_pb2.ModelVersionPolicy, found: Versions) -> str:
+    if found.paths:
+        wanted = list(policy.specific.versions)
+        fix = f"\n    fix: version_policy {{ specific {{ versions: [ {max(found.paths)} ] }} }}"
+        if len(wanted) == 1:
+            fix += f", or put the model's files into {os.path.join(model.path, str(wanted[0]))}"
+        asks = f"version {_numbers(wanted)}, which is not there" if wanted else "no version"
+        there = f"{model.path} has version {_numbers(found.paths)}"
+        return "; ".join((f"version_policy asks for {asks}", there, *found.broken)) + fix
+    if found.broken:
+        return "; ".join(found.broken)
+    return (
+        f"{model.path} needs a directory named by a number, such as {os.path.join(model.path, '1')} (present: "
+        f"none{_no_numbers(found)}){why_no_version(model.path)}"
+    )
+
+
+def _numbers(versions: Iterable[int]) -> str:
+    numbers = sorted(versions, reverse=True)
+    more = f" and {len(numbers) - MAX_LISTED} more" if len(numbers) > MAX_LISTED else ""
+    return ", ".join(map(str, numbers[:MAX_LISTED])) + more
 
 
 def _no_numbers(found: Versions) -> str:

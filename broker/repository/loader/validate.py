@@ -15,6 +15,7 @@ from tritonclient.grpc import model_config_pb2
 from broker.repository.loader.backend import CUSTOM_BACKEND
 from broker.repository.loader.failure import ModelError
 from broker.repository.loader.files import named
+from broker.repository.loader.shape_edits import products
 from broker.repository.loader.validate_scheduling import (
     scheduling_rules,
     validate_microseconds,
@@ -139,19 +140,8 @@ def _validate_reshape(config: _Config, text: Any, prefix: str, scalars: frozense
         raise ModelError(
             f"{prefix}has different number of variable-size dimensions for dims and reshape for {config.name}"
         )
-    # Variable dimensions keep their order, so the fixed ones between them must have equal products.
-    if _products(dims) != _products(shape):
+    if products(dims) != products(shape):
         raise ModelError(f"{prefix}has different size for dims and reshape for {config.name}")
-
-
-def _products(shape: Sequence[int]) -> list[int]:
-    products = [1]
-    for dim in shape:
-        if dim == -1:
-            products.append(1)
-        else:
-            products[-1] *= dim
-    return products
 
 
 def _validate_label_file(text: Any, model: ModelDirectory) -> None:
