@@ -218,7 +218,7 @@ def goals(beside: list[Row[Case]], reloads: Row[Case], memory: Row[Case], lone: 
         Goal(f"{sleeping.name}: p50 at most 1.2 of quiet", sleeping.median("ratio"), lambda value: value <= 1.2),
         Goal(f"{sleeping.name}: p99 at most 2 of quiet", sleeping.median("ratio p99"), lambda value: value <= 2),
         Goal("kept after 10 loads: at most 2 % of what the worker had", (kept or 0) / (peak or 1), lambda v: v <= 0.02),
-        Goal("a lone request goes at most 500 µs after the delay", lone.median("late"), lambda v: v <= 500),
+        Goal("a lone request goes at most 250 µs after the delay", lone.median("late"), lambda v: v <= 250),
     ]
 
 

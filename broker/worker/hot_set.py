@@ -29,6 +29,7 @@ LONG_SPIN_NS = 1_000_000  # where requests come at such intervals, as from one c
 LATE_S = 0.3  # how late a ring may come without being called lost
 BOUND_S = 0.05  # longest sleep while requests are outstanding
 IDLE_S = 3600.0
+FD_SETSIZE = 1024  # what select(2) can wait for
 SETTLED = 32  # looks that find nothing: time for more than looking. A power of two
 _BETWEEN = SETTLED - 1
 _now = time.monotonic_ns
@@ -70,6 +71,7 @@ class HotSet:
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # ours alone: may be read
         self._epoll.register(self._wake, select.EPOLLIN)
+        self._selectable = self._epoll.fileno() < FD_SETSIZE
 
     def add(self, channel: WorkerChannel) -> None:
         """Watch a channel; it may hold entries that were never rung."""
@@ -221,6 +223,10 @@ class HotSet:
 
     def poll(self, timeout: float) -> bool:
         """Wait for rings; every channel that rang becomes hot."""
+        if 0.0 < timeout < BOUND_S and self._selectable:
+            # epoll counts in ms, rounded up: what is due in between would wait for up to one of them longer.
+            select.select((self._epoll,), (), (), timeout)
+            timeout = 0.0
         events = self._epoll.poll(timeout)
         for fd, _ in events:
             rung = self.channels.get(fd)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import select
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -232,3 +235,25 @@ def test_a_spin_looks_at_what_is_under_way_elsewhere_and_has_it_ring_afterwards(
     watched.set.look_beside([step], lambda: [step])
     assert watched.set.spin(lambda: None) == (looks > 0)
     assert step.told == told
+
+
+def test_a_fraction_of_a_millisecond_is_waited_for_as_such(watched):
+    """What is due then would have waited for a whole one: so long epoll sleeps, measured beside it."""
+
+    def takes_ns(wait, seconds):
+        began = time.monotonic_ns()
+        wait(seconds)
+        return time.monotonic_ns() - began
+
+    with contextlib.closing(select.epoll()) as coarse:
+        pairs = [(takes_ns(watched.set.poll, 1e-4), takes_ns(coarse.poll, 1e-4)) for _ in range(21)]
+    assert sum(fine < rough for fine, rough in pairs) > 10
+
+
+@pytest.mark.parametrize("selectable", [True, False])
+def test_a_ring_ends_a_wait_whichever_call_waits(watched, selectable):
+    watched.set._selectable = selectable
+    submit(watched.client)
+    assert watched.set.poll(hot_set.BOUND_S / 2)
+    assert watched.set.hot == [watched.worker]
+    assert not watched.set.poll(1e-5)
