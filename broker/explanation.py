@@ -109,7 +109,7 @@ def _explained(result: ModelConfig, others: _Members) -> str:
         about.append(f"workers: {', '.join(workers)}")
     else:
         about.append(f"worker: {workers[0]}, that of most of its steps' models; it sends the others their steps")
-        for number, (step, keys) in enumerate(_steps(result, others), 1):
+        for number, (step, keys) in enumerate(_steps(result, others)):
             version = f" version {step.model_version}" if step.model_version > 0 else ""
             about.append(f"step {number}, {step.model_name}{version}: {', '.join(keys)}")
     about += [

@@ -133,6 +133,12 @@ def _metrics_config(arguments: tuple[str, ...]) -> dict[str, str]:
     return settings
 
 
+def is_metrics_setting(argument: str) -> bool:
+    """Has this setting of --metrics-config an effect?"""
+    name = argument.partition("=")[0]
+    return name in ("counter_latencies", "histogram_latencies", "summary_latencies", "summary_quantiles")
+
+
 def _max_input_size(given: Given, protocol: str, default: int) -> int:
     size = given.integer(f"{protocol}-max-input-size", default)
     if size <= 0:

@@ -20,7 +20,7 @@ from broker.cache_flags import cache_byte_size
 from broker.flags import Given, UsageError, boolean, integer
 from broker.gateway.options import GatewayOptions, LogOptions
 from broker.gateway_flags import EFFECTIVE as GATEWAY_FLAGS
-from broker.gateway_flags import gateway_options
+from broker.gateway_flags import gateway_options, is_metrics_setting
 from broker.rate_limit_flags import rate_limit
 from broker.repository.scheduling import Allowance
 from broker.settings import TraceState
@@ -62,6 +62,7 @@ EFFECTIVE = GATEWAY_FLAGS | frozenset(
         "trace-rate",
     }
 )
+REFUSED = "model-namespacing"  # unless it is false
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -104,6 +105,8 @@ class Options:
     def without_effect(self) -> list[str]:
         """Triton's flags that were given and change nothing here."""
         flags = {f"--{name}" for name in self.triton if name not in EFFECTIVE}
+        for name, known in (("backend-config", _sets_batch_size), ("metrics-config", is_metrics_setting)):
+            flags |= {f"--{name}={setting}" for setting in self.triton.get(name, ()) if not known(setting)}
         if "rate-limit-resource" in self.triton and self.rate_limit is None:
             flags.add("--rate-limit-resource (without --rate-limit=execution_count)")
         if "repository-poll-secs" in self.triton and self.model_control_mode != "poll":
@@ -192,9 +195,9 @@ def _check(given: Given) -> None:
         raise UsageError("Error: Use of '--load-model' requires setting '--model-control-mode=explicit' as well.")
     if "*" in given.all("load-model") and len(given.all("load-model")) > 1:
         raise UsageError("Error: Wildcard model name '*' must be the ONLY startup model if specified at all.")
-    if given.flag("model-namespacing", False):
+    if given.flag(REFUSED, False):
         raise UsageError(
-            "--model-namespacing=true is not supported: give models of the same name in two repositories other names"
+            f"--{REFUSED}=true is not supported: give models of the same name in two repositories other names"
         )
     if "/" in given.text("model-config-name", ""):
         raise UsageError("invalid argument for --model-config-name: it must be a plain name")
@@ -235,11 +238,12 @@ class Parser(argparse.ArgumentParser):
 
 def _about_triton_flags() -> str:
     """Below the flags that have a help text."""
-    shown = sorted((EFFECTIVE & (SINGLE | REPEATED | BOOLEAN)) - {"model-repository", "model-store"})
+    shown = sorted((EFFECTIVE & (SINGLE | REPEATED | BOOLEAN)) - {"model-repository", "model-store", REFUSED})
     names = ", ".join(f"--{each}" for each in shown)
     text = (
         f"tritonserver's flags are taken as well. These do what they do there: {names}."
-        " The others have no effect, and are named at start. docs/compatibility.md has what differs."
+        f" --{REFUSED}=true is refused. The others have no effect, and are named at start."
+        " docs/compatibility.md has what differs."
     )
     return textwrap.fill(text, 80, break_on_hyphens=False)
 
@@ -302,8 +306,12 @@ def _serve_parser() -> Parser:
 def _default_max_batch_size(settings: Sequence[str]) -> int:
     size = 4
     for setting in settings:
-        backend, _, assignment = setting.rpartition(",")
-        name, _, value = assignment.partition("=")
-        if name == "default-max-batch-size" and backend in ("", "onnxruntime"):
-            size = integer(name, value)
+        if _sets_batch_size(setting):
+            size = integer("backend-config default-max-batch-size", setting.partition("=")[2])
     return size
+
+
+def _sets_batch_size(setting: str) -> bool:
+    """Of --backend-config: is it the one that there is, and for a backend that it has a meaning for?"""
+    backend, _, name = setting.partition("=")[0].rpartition(",")
+    return name == "default-max-batch-size" and backend in ("", "onnxruntime")

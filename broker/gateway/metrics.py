@@ -126,6 +126,8 @@ class MetricsServer:
 
     async def _make(self) -> bytes:
         document = await self._service.metrics()
+        if not self._options.gpu_metrics:
+            document = {**document, "gpus": {}}
         host = self._host() if self._host is not None else {}
         # Hundreds of models take tens of milliseconds: requests go on meanwhile.
         return await asyncio.to_thread(exposition.text, document, self._config, host)

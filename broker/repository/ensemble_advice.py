@@ -109,7 +109,7 @@ def _two_sides(problem: Problem, config: ModelConfig) -> str:
     assert problem.sides is not None
     first, other = problem.sides
     columns = [f"{'ensemble' if first.model == config.name else 'model'} {first.model}", "", f"model {other.model}"]
-    columns[1] = f"step {problem.step + 1}, {problem.field}"
+    columns[1] = f"step {problem.step}, {problem.field}"
     mapped = f'{{ key: "{problem.key}" value: "{problem.tensor}" }}'
     rows = [
         ("tensor", first.name, mapped, other.name),

@@ -75,7 +75,7 @@ def test_both_sides_and_the_map_between_them(repository, capsys):
     assert explain([str(repository)], "e", as_json=True) == 1
     lines = json.loads(capsys.readouterr().out)["cannot_be_served"].splitlines()
     assert [" ".join(line.split()) for line in lines[2:6]] == [
-        "ensemble e step 1, input_map model first",
+        "ensemble e step 0, input_map model first",
         'tensor IN { key: "x" value: "IN" } x',
         "data_type TYPE_FP32 - TYPE_FP32",
         "dims [ 1, 2 ] - [ -1 ]",

@@ -117,9 +117,9 @@ def test_explain_says_which_worker_runs_each_step(repository, capsys):
     said = [line for line in capsys.readouterr().out.splitlines()[2:] if not line.startswith("# versions")]
     assert said[:6] == [
         "# worker: cpu/left, that of most of its steps' models; it sends the others their steps",
-        "# step 1, b: cpu/left",
-        "# step 2, pair: cpu/default",
-        "# step 3, b: cpu/left",
+        "# step 0, b: cpu/left",
+        "# step 1, pair: cpu/default",
+        "# step 2, b: cpu/left",
         "# retried after a worker's death: yes",
         "# input x: read by its steps, by each as that model reads it",
     ]

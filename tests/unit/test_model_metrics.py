@@ -1,14 +1,20 @@
-"""`metric_tags` and `model_metrics`: from the configuration's text to the words that are counted in and to /metrics."""
+"""What /metrics shows is up to a model's `metric_tags` and `model_metrics`, from the text to the words that are counted
+in, and up to flags.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from broker.gateway.exposition import Config
+from broker.gateway.metrics import MetricsServer
+from broker.gateway.options import GatewayOptions
 from broker.statistics_blocks import StatisticsBlocks
 from broker.worker.counting import Counted
 from shm import statistics as words
@@ -146,3 +152,19 @@ def test_tags_are_labels_of_everything_that_triton_tells_of_the_model():
     for name, (_, samples) in found.items():
         of_model = [sample for sample in samples if "model=m" in sample]
         assert all((labels in sample) == name.startswith("nv_") for sample in of_model), name
+
+
+@pytest.mark.parametrize(
+    ("allowed", "names"), [(True, {"nv_gpu_memory_total_bytes", "nv_gpu_memory_used_bytes"}), (False, set())]
+)
+def test_metrics_of_gpus_can_be_left_out(allowed, names):
+    class Service:
+        async def metrics(self) -> dict[str, Any]:
+            return document(model())
+
+    async def scrape() -> str:
+        server = MetricsServer(Service(), GatewayOptions(gpu_metrics=allowed, cpu_metrics=False))
+        return (await server._make()).decode()
+
+    text = asyncio.run(scrape())
+    assert {name for name in re.findall(r"(?m)^# TYPE (\w+)", text) if name.startswith("nv_gpu_")} == names

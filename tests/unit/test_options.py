@@ -99,6 +99,23 @@ def test_flags_without_effect_are_named_once_each():
 
 
 @pytest.mark.parametrize(
+    ("given", "ignored"),
+    [
+        ("--backend-config=default-max-batch-size=2", []),
+        ("--backend-config=onnxruntime,default-max-batch-size=2", []),
+        ("--backend-config=tensorrt,default-max-batch-size=2", ["--backend-config=tensorrt,default-max-batch-size=2"]),
+        ("--backend-config=onnxruntime,enable-global-threadpool=1", None),
+        ("--backend-config=python,shm-default-byte-size=1", None),
+        ("--metrics-config=summary_latencies=true", []),
+        ("--metrics-config=summary_quantiles=0.5:0.1", []),
+        ("--metrics-config=histograms=true", None),
+    ],
+)
+def test_settings_without_effect_are_named_as_they_are(given, ignored):
+    assert parse_serve([REPOSITORY, given]).without_effect == ([given] if ignored is None else ignored)
+
+
+@pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["--nonsense"], "Unexpected argument: --nonsense\n"),
@@ -254,6 +271,17 @@ def test_models_of_one_name_in_several_repositories_are_not_served():
     assert parse_serve([REPOSITORY, "--model-namespacing=false"]).without_effect == []
     with pytest.raises(UsageError, match="--model-namespacing=true is not supported"):
         parse_serve([REPOSITORY, "--model-namespacing"])
+
+
+def test_the_help_lists_what_works_and_what_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        parse_serve(["--help"])
+    listed, _, rest = (
+        " ".join(capsys.readouterr().out.split()).partition("These do what they do there: ")[2].partition(". ")
+    )
+    assert "--model-config-name" in listed
+    assert "--model-namespacing" not in listed
+    assert rest.startswith("--model-namespacing=true is refused.")
 
 
 def test_all_models_are_asked_for_alone():
