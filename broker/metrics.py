@@ -16,7 +16,7 @@ go back while the broker runs.
     cache       of all workers: byte_size (0: there is none), used, entries, hits, misses, evictions, lookup_ns,
                 insertion_ns
     gpu_memory  key of a worker that has opened some, or pinned regions for a GPU → opens, closes, evictions,
-                open_bytes, pinned_bytes
+                open_bytes, peer_bytes, pinned_bytes
     gpus        UUID → total_memory, bytes; used_memory where a worker has come to use it
     client_gpu_bytes  session → bytes of its CUDA regions
     gateways    index → restarts, hangs (restarts of one that gave no sign of life)
@@ -49,6 +49,7 @@ from shm.statistics import (
     GPU_EVICTIONS,
     GPU_OPEN_BYTES,
     GPU_OPENS,
+    GPU_PEER_BYTES,
     GPU_USED,
     GPU_WAIT_NS,
     GPU_WAITS,
@@ -83,6 +84,7 @@ _GPU_WORDS = {
     "closes": GPU_CLOSES,
     "evictions": GPU_EVICTIONS,
     "open_bytes": GPU_OPEN_BYTES,
+    "peer_bytes": GPU_PEER_BYTES,
     "pinned_bytes": PINNED_BYTES,
     "waits": GPU_WAITS,
     "wait_ns": GPU_WAIT_NS,

@@ -205,10 +205,10 @@ class Native(Generic[L]):
                 region.release_fd()
 
     def list_regions(self, link: Link[L]) -> Procedure[list[RegionRecord]]:
-        """What the broker knows of this session's regions."""
+        """What the broker knows of this session's regions; without rings of events, which are no application's."""
         reply, _ = yield Call(messages.ListRegions())
         assert isinstance(reply, messages.Regions)
-        return list(reply.regions)
+        return [region for region in reply.regions if region.kind != "events"]
 
     def _check_region(self, region: MappedRegion) -> None:
         if self.regions.get(region.name) is not region:

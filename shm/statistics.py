@@ -25,13 +25,12 @@ EXECUTIONS = 12  # model runs (execution_count)
 LAST_MS = 13  # wall clock, ms since the epoch, of the last inference
 FAIL_NS = 14
 LASTING = 15  # requests of a decoupled model that it has been given and that have not ended
-COPIED = 16  # .. +6: bytes copied, by reason
-REASONS = ("policy", "gather", "scatter", "output", "align", "cache", "transfer")
+COPIED = 16  # .. +7: bytes copied, by reason
+REASONS = ("policy", "gather", "scatter", "output", "align", "cache", "transfer", "peer")
 RETRIED = 24  # requests run again after a worker's death
 PENDING = 25  # requests queued for the model now (first instance's block only)
 REFUSED_EARLY = 26  # of FAIL: requests that ended before the model ran them, and not by its fault
 # Of models with a response cache, in the first instance's block, by the loop's leader; CACHE_KEEP_NS by each instance
-CACHED = 23  # 1: answers of this model are kept
 CACHE_HITS, CACHE_HIT_NS = 27, 28  # answered without a run; not in SUCCESS
 CACHE_MISSES, CACHE_MISS_NS = 29, 30  # looked up in vain
 CACHE_KEEP_NS = 31  # keeping what was missed
@@ -46,9 +45,10 @@ FULL, PREFERRED, DELAY, IDLE = range(len(CLOSED_BY))
 LONGEST = CLOSED + len(CLOSED_BY)  # ns: the longest run of any size, or preparation of one, since the load
 LARGEST = LONGEST + 1  # 1 + rows of the largest batch among those runs; 0: none was measured
 CLOSING = LARGEST + 1  # CLOCK_MONOTONIC ns when `close` of the backend began that goes on; 0: none does
+CACHED = CLOSING + 1  # 1: answers of this model are kept, in the first instance's block
 # Successful requests by durations that the model itself asks for (`model_metrics`): the broker writes the bounds
 OWN_BUCKETS = 16  # of one model, at most
-OWN_BOUNDS = CLOSING + 1  # .. +OWN_BUCKETS-1: ns, ascending, NO_BOUND behind the last; the first 0: there are none
+OWN_BOUNDS = CACHED + 1  # .. +OWN_BUCKETS-1: ns, ascending, NO_BOUND behind the last; the first 0: there are none
 NO_BOUND = 2**64 - 1
 OWN_WORDS = OWN_BUCKETS + 2  # counts up to each bound and above all of them, and the sum of all durations, ns
 OWN_LATENCY = OWN_BOUNDS + OWN_BUCKETS  # OWN_WORDS of what instances ran
@@ -71,6 +71,7 @@ CACHE_COUNTERS = (CACHE_EVICTIONS, CACHE_ALL_HITS, CACHE_ALL_MISSES, CACHE_LOOKU
 GPU_OPENS, GPU_CLOSES, GPU_EVICTIONS = 16, 17, 18  # of clients' allocations on GPUs (`broker.worker.cuda.regions`)
 GPU_OPEN_BYTES, PINNED_BYTES = 19, 20  # of those now open; of host regions that a GPU reads and writes by itself
 GPU_WAITS, GPU_WAIT_NS = 21, 22  # requests whose producer's stream was not done yet, and how long it was waited for
+GPU_PEER_BYTES = 24  # of GPU_OPEN_BYTES: those of other GPUs than the worker's own
 GPU_USED = 23  # bytes of the worker's own GPU that are in use, by whomever; 0: not known
 
 

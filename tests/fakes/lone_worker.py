@@ -48,7 +48,7 @@ def load_message(config: ModelConfig, blocks: tuple[int, ...], generation: int) 
 class LoneWorker:
     """One worker process. A context manager: it is killed at the end, unless it has left by itself."""
 
-    def __init__(self, key: str = "cpu/test", environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, key: str = "cpu/test", environ: Mapping[str, str] = os.environ, peers: bool = False) -> None:
         self.page = StatisticsPage.create()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.link = ours
@@ -66,7 +66,7 @@ class LoneWorker:
         self._numbers = iter(range(1, 1 << 30))
         self._blocks = iter(range(1, 512))
         self._channels = iter(range(1, 1 << 30))
-        self.send(messages.Start(worker=key, broker_pid=os.getpid(), block=0), self.page.fd)
+        self.send(messages.Start(worker=key, broker_pid=os.getpid(), block=0, cuda_peers=peers), self.page.fd)
         self._read()
 
     # --- the link -----------------------------------------------------------------------------------------------

@@ -247,8 +247,10 @@ def test_memory_of_another_gpu_needs_peers(cuda_sim: CudaEnv) -> None:
             text = refused(worker, memory)
             assert f"it is memory of {memory['device']}, this worker runs on" in text
             assert "--cuda-peer-access=true" in text
-        with Child(apart, "tests.fakes.cuda_roles:Worker", "0", "peers") as worker:
-            assert "which cannot reach that one" in refused(worker, memory)
+        for allowed in ([], ["peers"]):
+            with Child(apart, "tests.fakes.cuda_roles:Worker", "0", *allowed) as worker:
+                text = refused(worker, memory)
+                assert text.endswith("which cannot reach that one: use memory of its own GPU, or of the host"), allowed
         with Child(two, "tests.fakes.cuda_roles:Worker", "0", "peers") as worker:
             worker.call("add", 1, 1, memory)
             assert worker.call("read", 1) == 1

@@ -101,7 +101,7 @@ def test_the_words_of_an_instances_block_do_not_overlap():
         and name not in ("CACHE_SIZE", "CACHE_USED", "CACHE_ENTRIES", "CACHE_EVICTIONS", "CACHE_ALL_HITS")
         and name not in ("CACHE_ALL_MISSES", "CACHE_LOOKUP_NS", "CACHE_INSERTION_NS")
         and name not in ("GPU_OPENS", "GPU_CLOSES", "GPU_EVICTIONS", "GPU_OPEN_BYTES", "PINNED_BYTES")
-        and name not in ("GPU_WAITS", "GPU_WAIT_NS", "GPU_USED")
+        and name not in ("GPU_WAITS", "GPU_WAIT_NS", "GPU_USED", "GPU_PEER_BYTES")
         and name not in ("OWN_BUCKETS", "OWN_WORDS", "NO_BOUND")
         and name not in ("RESPONSE_WORDS", "RESPONSE_INDICES", "FULL", "PREFERRED", "DELAY", "IDLE")  # no places
     ]

@@ -199,13 +199,14 @@ def test_workers_and_gateways(parts: Parts) -> None:
     }
     assert found["gpu_memory"] == {}
     page[words.GPU_OPENS], page[words.GPU_CLOSES], page[words.GPU_OPEN_BYTES], page[words.PINNED_BYTES] = 6, 7, 8, 9
-    page[words.GPU_WAITS], page[words.GPU_WAIT_NS] = 10, 11
+    page[words.GPU_WAITS], page[words.GPU_WAIT_NS], page[words.GPU_PEER_BYTES] = 10, 11, 4
     assert parts.document()["gpu_memory"] == {
         "cpu/default": {
             "opens": 6,
             "closes": 7,
             "evictions": 0,
             "open_bytes": 8,
+            "peer_bytes": 4,
             "pinned_bytes": 9,
             "waits": 10,
             "wait_ns": 11,

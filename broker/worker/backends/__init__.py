@@ -45,10 +45,14 @@ class Context(NamedTuple):
 
 
 class OnGpu(NamedTuple):
-    """[pointer, pointer + size) on the worker's GPU: an address for the driver and for runtimes, never for the host."""
+    """[pointer, pointer + size) on the worker's GPU: an address for the driver and for runtimes, never for the host.
+
+    `far`: it is another GPU's memory, reached over the bus.
+    """
 
     pointer: int
     size: int
+    far: bool = False
 
 
 class Operand(NamedTuple):

@@ -59,9 +59,8 @@ def run_alone(instance: Instance, lane: Lane, request: Request) -> None:
             measured(plan, instance, request, binding, ran - began)
         ended = ran
         if opens:
-            delivered = deliver(instance.model, lane, request, opens, binding.places())
-            instance.count_copy("output", delivered)
-            request.copied += delivered
+            request.copied += deliver(instance.model, lane, request, opens, binding.places(), "output")
+            count_moved(instance, lane)
             ended = _now()
         request.input_ns, request.infer_ns, request.output_ns = 0, ran - began, ended - ran
         instance.count_batch(1, request.rows, request.queue_ns, 0, ran - began, ended - ran)
@@ -117,7 +116,7 @@ def on_gpu(tensor: PlacedTensor, position: int, rows: int) -> OnGpu | None:
     if window is None:
         return None
     size = rows * tensor.row_bytes if rows and tensor.row_bytes else tensor.place.byte_size
-    return OnGpu(window.pointer + tensor.place.offset + position * tensor.place.stride, size)
+    return OnGpu(window.pointer + tensor.place.offset + position * tensor.place.stride, size, window.far)
 
 
 def count_moved(instance: Instance, lane: Lane) -> int:
@@ -250,12 +249,12 @@ def _block(instance: Instance, tensor: PlacedTensor, position: int, count: int, 
     place = on_gpu(tensor, position, 0)
     assert place is not None
     shape = instance.model.shape(tensor.name, tensor.shape_of(rows))
-    return Operand(tensor.name, tensor.datatype, shape, None, OnGpu(place.pointer, count * place.size))
+    return Operand(tensor.name, tensor.datatype, shape, None, OnGpu(place.pointer, count * place.size, place.far))
 
 
 def _gather(instance: Instance, lane: Lane, batch: _Batch, requests: Sequence[Request]) -> int:
     """Enqueue the copies of all rows to their places; returns how many rows."""
-    row = gathered = 0
+    row = 0
     for request in requests:
         plan = request.plan
         assert isinstance(plan, Plan)
@@ -265,14 +264,15 @@ def _gather(instance: Instance, lane: Lane, batch: _Batch, requests: Sequence[Re
             place = on_gpu(tensor, request.input_position, request.rows)
             if place is not None:
                 lane.copy(target, place.pointer, place.size)
+                lane.moved["peer" if place.far else "gather"] += place.size
                 request.copied += place.size
             else:
                 memory = tensor.memory(request.input_position, request.rows)
                 lane.copy_in(target, memory)
+                lane.moved["gather"] += memory.size
                 request.copied += memory.size
-        gathered += request.copied
         row += request.rows
-    instance.count_copy("gather", gathered)
+    count_moved(instance, lane)
     return row
 
 
@@ -309,7 +309,7 @@ def _scatter(
     for name, (_, shape) in opened.items():
         if not shape or shape[0] != rows:
             raise InferError(Code.INTERNAL, f"output '{name}' of a batch of {rows} rows has shape {shape_text(shape)}")
-    row = scattered = 0
+    row = 0
     for request in requests:
         plan = request.plan
         assert isinstance(plan, Plan)
@@ -318,16 +318,15 @@ def _scatter(
             buffer = batch.outputs[tensor.name]
             if buffer is not None:
                 size = request.rows * tensor.row_bytes
-                moved += _give(lane, tensor, request, OnGpu(buffer.pointer + row * tensor.row_bytes, size))
+                moved += _give(lane, tensor, request, OnGpu(buffer.pointer + row * tensor.row_bytes, size), "scatter")
         own = [tensor for tensor in plan.outputs if tensor.name in opened]
         if own:
             parts = [_part(opened[tensor.name], row, request.rows) for tensor in own]
-            moved += deliver(instance.model, lane, request, own, parts)
+            moved += deliver(instance.model, lane, request, own, parts, "scatter")
         request.copied += moved
-        scattered += moved
         row += request.rows
     lane.finish()
-    instance.count_copy("scatter", scattered)
+    count_moved(instance, lane)
 
 
 def _part(result: Result, row: int, rows: int) -> Result:
@@ -340,11 +339,17 @@ def _part(result: Result, row: int, rows: int) -> Result:
 
 
 def deliver(
-    model: LoadedModel, lane: Lane, request: Request, tensors: Sequence[PlacedTensor], results: Sequence[Result]
+    model: LoadedModel,
+    lane: Lane,
+    request: Request,
+    tensors: Sequence[PlacedTensor],
+    results: Sequence[Result],
+    reason: str,
 ) -> int:
     """Copy what the runtime allocated to where the plan wants it; nothing is written unless everything fits.
 
-    Returns the bytes copied. The true shapes of open outputs go into the request's note.
+    Returns the bytes copied, which go into `Lane.moved` by `reason`. The true shapes of open outputs go into the
+    request's note.
     """
     note: list[int] = []
     if len(results) != len(tensors):
@@ -355,18 +360,22 @@ def deliver(
         reshape = model.reshapes.get(tensor.name)
         shape = given if reshape is None else reshape.to_client(tensor.name, given)
         note.extend(place_for(model, request, tensor, shape, place.size))
-    copied = sum(_give(lane, tensor, request, place) for tensor, (place, _) in zip(tensors, results, strict=True))
+    copied = sum(
+        _give(lane, tensor, request, place, reason) for tensor, (place, _) in zip(tensors, results, strict=True)
+    )
     lane.finish()
     request.note = struct.pack(f"<{len(note)}Q", *note)
     return copied
 
 
-def _give(lane: Lane, tensor: PlacedTensor, request: Request, source: OnGpu) -> int:
+def _give(lane: Lane, tensor: PlacedTensor, request: Request, source: OnGpu, reason: str) -> int:
     """Enqueue the copy of a result to its place."""
     if source.size:
         target = on_gpu(tensor, request.output_position, 0)
         if target is not None:
             lane.copy(target.pointer, source.pointer, source.size)
+            reason = "peer" if target.far else reason
         else:
             lane.copy_out(tensor.memory(request.output_position)[: source.size], source.pointer)
+        lane.moved[reason] += source.size
     return source.size

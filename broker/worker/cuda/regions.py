@@ -44,15 +44,17 @@ Key = tuple[int, int]  # (region, generation), as the broker counts them
 class Opened:
     """One allocation of another process, mapped at [pointer, pointer + size) here, and the regions in it.
 
-    `known_as`: what finds it again; None: nothing does. `legacy`: its owner may free it meanwhile.
+    `known_as`: what finds it again; None: nothing does. `legacy`: its owner may free it meanwhile. `far`: another GPU
+    has it, and this one reaches it over the bus.
     """
 
-    __slots__ = ("close", "known_as", "legacy", "pointer", "regions", "size")
+    __slots__ = ("close", "far", "known_as", "legacy", "pointer", "regions", "size")
 
     def __init__(
         self, pointer: int, size: int, known_as: Hashable | None, legacy: bool, close: Callable[[], None]
     ) -> None:
         self.pointer, self.size, self.known_as, self.legacy, self.close = pointer, size, known_as, legacy, close
+        self.far = False
         self.regions: set[CudaRegion] = set()
 
 
@@ -111,9 +113,16 @@ class CudaRegions:
     @property
     def open_bytes(self) -> int:
         """Of other processes' memory, mapped here."""
+        return sum(opened.size for opened in self._open_now())
+
+    @property
+    def peer_bytes(self) -> int:
+        """Of those, on other GPUs."""
+        return sum(opened.size for opened in self._open_now() if opened.far)
+
+    def _open_now(self) -> set[Opened]:
         with self._lock:
-            regions = (*self._regions.values(), *self._busy)
-            return sum(opened.size for opened in {region.opened for region in regions if not region.lost})
+            return {region.opened for region in (*self._regions.values(), *self._busy) if not region.lost}
 
     # --- the control thread ------------------------------------------------------------------------------------------
 
@@ -205,12 +214,13 @@ class CudaRegions:
     def _check_device(self, name: str, memory: CudaMemory) -> None:
         if memory.device == self._device.uuid:
             return
-        why = "which may be allowed to reach it: --cuda-peer-access=true of the broker"
-        if self._peers:
-            other = find_device(memory.device, f"shared memory region '{name}'")
-            if call("cuDeviceCanAccessPeer", self._device.ordinal, other.ordinal):
-                return
-            why = "which cannot reach that one"
+        other = find_device(memory.device, f"shared memory region '{name}'")
+        if not call("cuDeviceCanAccessPeer", self._device.ordinal, other.ordinal):
+            why = "which cannot reach that one: use memory of its own GPU, or of the host"
+        elif self._peers:
+            return
+        else:
+            why = "which may be allowed to reach it: --cuda-peer-access=true of the broker"
         raise _invalid(name, f"it is memory of {memory.device}, this worker runs on {self._device.uuid}, {why}")
 
     def _open(self, name: str, owner: Hashable, memory: CudaMemory, fd: int) -> Opened:
@@ -226,6 +236,7 @@ class CudaRegions:
             except CudaError as again:
                 raise _invalid(name, self._told(again)) from None
         self.opens += 1
+        opened.far = memory.device != self._device.uuid
         try:
             self._check_size(name, memory, opened)
         except BaseException:

@@ -91,7 +91,8 @@ class Places:
     """Where the operands of one binding lie on the GPU.
 
     Those of the GPU are used in place if they are aligned; others get a buffer, and `before` and `after` enqueue the
-    copies. `copied`: bytes per run, by reason: "transfer" between host and GPU, "align" within the GPU.
+    copies. `copied`: bytes per run, by reason: "transfer" between host and GPU, "align" within the GPU,
+    "peer" between two of them.
     """
 
     __slots__ = ("_after", "_before", "_kept", "_lane", "_moves_in", "_moves_out", "_scratch", "copied")
@@ -112,7 +113,7 @@ class Places:
                 return operand.gpu.pointer
             pointer = self._buffer("input", operand.name, operand.gpu.size)
             self._moves_in.append((pointer, operand.gpu))
-            self.copied["align"] += operand.gpu.size
+            self.copied["peer" if operand.gpu.far else "align"] += operand.gpu.size
             return pointer
         assert operand.memory is not None
         pointer = self._buffer("input", operand.name, operand.memory.size)
@@ -128,7 +129,7 @@ class Places:
                 return operand.gpu.pointer
             pointer = self._buffer("output", operand.name, operand.gpu.size)
             self._moves_out.append((operand.gpu, pointer))
-            self.copied["align"] += operand.gpu.size
+            self.copied["peer" if operand.gpu.far else "align"] += operand.gpu.size
             return pointer
         assert operand.memory is not None
         pointer = self._buffer("output", operand.name, operand.memory.size)

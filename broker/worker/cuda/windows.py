@@ -16,7 +16,7 @@ from broker.worker.cuda.streams import Bytes, address, end_if_lost
 from broker.worker.messages import AddRegion
 from shm.cuda.driver import Context, CudaError, call, devices, find_device, free_memory, has_context, make_current
 from shm.errors import Code, InferError
-from shm.statistics import GPU_CLOSES, GPU_EVICTIONS, GPU_OPEN_BYTES, GPU_OPENS
+from shm.statistics import GPU_CLOSES, GPU_EVICTIONS, GPU_OPEN_BYTES, GPU_OPENS, GPU_PEER_BYTES
 
 
 def own_device(worker: str) -> str:
@@ -67,6 +67,11 @@ class Window:
     def pointer(self) -> int:
         """Its address on the GPU."""
         return self._region.pointer
+
+    @property
+    def far(self) -> bool:
+        """Is it another GPU's memory than `ordinal`'s?"""
+        return self._region.opened.far
 
     @property
     def mirrors(self) -> Mirrors:
@@ -172,6 +177,7 @@ class Windows:
         self._words[GPU_CLOSES] = closes + sum(table.closes for table in tables)
         self._words[GPU_EVICTIONS] = evictions + sum(table.evictions for table in tables)
         self._words[GPU_OPEN_BYTES] = sum(table.open_bytes for table in tables)
+        self._words[GPU_PEER_BYTES] = sum(table.peer_bytes for table in tables)
 
     def _ordinal_of(self, uuid: str) -> int:
         if uuid not in self._ordinals:
