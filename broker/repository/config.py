@@ -211,7 +211,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def with_data(self) -> ModelConfig:
-        """With the bytes of its data files again. Raises OSError; ValueError for one that has changed its size."""
+        """With the bytes of its data files again. Raises OSError; ValueError for one that has too few by now."""
         return _with_files(self, _read)
 
     def check_file(self, version: int, directory: str) -> None:
@@ -271,9 +271,12 @@ def _with_files(config: ModelConfig, data: Callable[[InitialState | WarmUpInput]
 def _read(item: InitialState | WarmUpInput) -> bytes:
     with open(item.path, "rb") as file:
         data = file.read(MAX_DATA_FILE + 1)
-    if item.datatype != BYTES and len(data) != byte_size(item.datatype, item.dims):
+    if item.datatype == BYTES:
+        return data
+    needed = byte_size(item.datatype, item.dims)  # of what may be more
+    if len(data) < needed:
         raise ValueError(f"{item.path} {CHANGED}: it has {len(data)} bytes now")
-    return data
+    return data[:needed]
 
 
 class LoadFailure(msgspec.Struct, frozen=True, kw_only=True):

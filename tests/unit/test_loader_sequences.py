@@ -87,7 +87,10 @@ def test_an_initial_state_comes_from_its_file(tmp_path):
     assert "initial_state/i.bin: cannot be opened" in run(tmp_path).reason
     (tmp_path / "m" / "initial_state").mkdir()
     (tmp_path / "m" / "initial_state" / "i.bin").write_bytes(b"\1\2\3")
-    assert "expects 16 bytes, got 3 bytes" in run(tmp_path).reason
+    assert (
+        "initial_state setting expects 16 bytes, but the data provided from i.bin only has 3 bytes"
+        in run(tmp_path).reason
+    )
     data = np.arange(4, dtype=np.float32).tobytes()
     (tmp_path / "m" / "initial_state" / "i.bin").write_bytes(data)
     initial = run(tmp_path).sequence_batching.state[0].initial_state
@@ -254,9 +257,12 @@ def test_a_warm_up_file(tmp_path):
     )
     (tmp_path / "m" / "warmup").mkdir()
     (tmp_path / "m" / "warmup" / "a").write_bytes(b"x" * 15)
-    assert "warmup setting expects 16 bytes, got 15 bytes" in run(tmp_path).reason
-    (tmp_path / "m" / "warmup" / "a").write_bytes(b"x" * 16)
-    assert run(tmp_path).warm_up[0].inputs[0].data == b"x" * 16
+    assert "warmup setting expects 16 bytes, but the data provided from a only has 15 bytes" in run(tmp_path).reason
+    for more in (b"", b"more"):  # of which nothing is used, as in Triton
+        (tmp_path / "m" / "warmup" / "a").write_bytes(b"x" * 16 + more)
+        config = run(tmp_path)
+        assert config.warm_up[0].inputs[0].data == b"x" * 16
+        assert config.for_worker.with_data().warm_up[0].inputs[0].data == b"x" * 16
 
 
 @pytest.mark.parametrize(

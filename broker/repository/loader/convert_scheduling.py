@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from tritonclient.grpc import model_config_pb2
@@ -192,7 +191,7 @@ def _state(state: Any, model: ModelDirectory) -> State:
         data, path = b"", ""
         if text.WhichOneof("state_data") == "data_file":
             data, path = _data_file(model, "initial_state", text.data_file, where)
-            _check_size(data, datatype(text.data_type), text.dims, where)
+            data = _needed(data, text, f"{where}: initial_state setting", text.data_file)
         initial = InitialState(
             name=text.name, datatype=datatype(text.data_type), dims=tuple(text.dims), data=data, path=path
         )
@@ -249,7 +248,7 @@ def _warm_up_input(config: _Config, model: ModelDirectory, sample: str, name: st
     data, path = b"", ""
     if kind == "input_data_file":
         data, path = _data_file(model, "warmup", text.input_data_file, where)
-        _check_size(data, datatype(text.data_type), text.dims, f"{where}: warmup setting")
+        data = _needed(data, text, f"{where}: warmup setting", text.input_data_file)
     elif kind is None:
         raise ModelError(f"{where}: must specify 'zero_data', 'random_data' or 'input_data_file'")
     kinds = {"zero_data": "zero", "random_data": "random", "input_data_file": "file"}
@@ -286,10 +285,13 @@ def _data_file(model: ModelDirectory, directory: str, name: str, where: str) -> 
         raise
 
 
-def _check_size(data: bytes, kind: str, dims: Sequence[int], where: str) -> None:
-    """One batch element exactly; nothing is known of strings, whose sizes are in the file itself."""
+def _needed(data: bytes, text: Any, where: str, file: str) -> bytes:
+    """One batch element, of a file that may have more, as in Triton; all of strings, whose sizes are in the file."""
+    kind = datatype(text.data_type)
     if kind == BYTES:
-        return
-    expected = math.prod(dims) * element_size(kind)
-    if len(data) != expected:
-        raise ModelError(f"{where} expects {expected} bytes, got {len(data)} bytes")
+        return data
+    expected = math.prod(text.dims) * element_size(kind)
+    if len(data) < expected:
+        provided = f"the data provided from {file} only has {len(data)} bytes"
+        raise ModelError(f"{where} expects {expected} bytes, but {provided}")
+    return data[:expected]
