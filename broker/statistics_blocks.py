@@ -36,8 +36,7 @@ from shm.statistics import (
     EXPIRED,
     FAIL,
     FAIL_NS,
-    GPU_OPEN_BYTES,
-    GPU_USED,
+    GPU_NOW,
     HIT_LATENCY,
     IN_FLIGHT,
     INFER_NS,
@@ -58,7 +57,6 @@ from shm.statistics import (
     OWN_LATENCY,
     OWN_WORDS,
     PENDING,
-    PINNED_BYTES,
     QUEUE_NS,
     REASONS,
     REFUSED_EARLY,
@@ -198,7 +196,7 @@ class StatisticsBlocks:
     def abandon_worker(self, key: str) -> None:
         """Its process is gone and no other one is to come: what it had shows no more. Counters stay."""
         words = self.of_worker(key)
-        for word in (IN_FLIGHT, CACHE_SIZE, CACHE_USED, CACHE_ENTRIES, GPU_OPEN_BYTES, GPU_USED, PINNED_BYTES):
+        for word in (IN_FLIGHT, CACHE_SIZE, CACHE_USED, CACHE_ENTRIES, *GPU_NOW):
             words[word] = 0
 
     def busy(self, model: str, version: int) -> bool:

@@ -73,6 +73,7 @@ GPU_OPEN_BYTES, PINNED_BYTES = 19, 20  # of those now open; of host regions that
 GPU_WAITS, GPU_WAIT_NS = 21, 22  # requests whose producer's stream was not done yet, and how long it was waited for
 GPU_PEER_BYTES = 24  # of GPU_OPEN_BYTES: those of other GPUs than the worker's own
 GPU_USED = 23  # bytes of the worker's own GPU that are in use, by whomever; 0: not known
+GPU_NOW = (GPU_OPEN_BYTES, GPU_PEER_BYTES, PINNED_BYTES, GPU_USED)  # what ends with the worker's process
 
 
 def bucket(ns: int) -> int:

@@ -318,7 +318,7 @@ def _gpu_memory(document: Document) -> Iterator[Metric]:
         (CounterMetricFamily, "gpu_memory_evictions", "evictions", "Closed because their client had freed them"),
         (GaugeMetricFamily, "gpu_memory_open_bytes", "open_bytes", "Bytes of those that are open"),
         (GaugeMetricFamily, "gpu_memory_peer_bytes", "peer_bytes", "Bytes of those that are on other GPUs"),
-        (GaugeMetricFamily, "pinned_bytes", "pinned_bytes", "Bytes of host regions that are pinned for a GPU"),
+        (GaugeMetricFamily, "pinned_bytes", "pinned_bytes", "Bytes of host memory that is pinned for GPUs"),
         (CounterMetricFamily, "gpu_producer_waits", "waits", "Requests whose client's stream was not done yet"),
     ):
         yield _labelled(kind, name, documentation, "worker", {worker: row[key] for worker, row in workers.items()})

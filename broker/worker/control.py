@@ -54,7 +54,7 @@ class Control:
         if start.rate_limit is not None:
             self._loop.scheduler.limiter = RateLimiter(start.rate_limit)
         device = _device_of(start.worker)
-        for word in (statistics.GPU_OPEN_BYTES, statistics.PINNED_BYTES, statistics.GPU_USED):
+        for word in statistics.GPU_NOW:
             own_block[word] = 0  # a predecessor's
         self._regions = RegionTable(device, own_block, peers=start.cuda_peers)
         self._crowds = Crowds(self._loop.live_requests)

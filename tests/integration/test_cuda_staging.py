@@ -13,9 +13,11 @@ from msgspec.structs import replace
 
 from broker.repository.config import TensorConfig
 from broker.repository.scheduling import Control, DynamicBatching, SequenceBatching
+from broker.worker.cuda.mirrors import PIN_AFTER, PIN_LEAST
 from shm import datatypes, statistics
 from shm.errors import Code
 from shm.layout import SEQUENCE_AGAIN, SEQUENCE_START
+from tests.fakes.broker import eventually
 from tests.fakes.cuda import CudaEnv
 from tests.fakes.cuda_children import Child
 from tests.fakes.cuda_worker import (  # noqa: F401 (fixtures)
@@ -224,3 +226,32 @@ def test_what_a_step_has_given_is_handed_over_on_the_gpu_too(
             assert pending.code is Code.OK, pending.text
             assert memory.get(512, (1,)) == number
             assert (host.get(1024, (size,)) == number).all()
+
+
+def test_a_copy_that_is_used_often_is_pinned(
+    tmp_path: Path,
+    cuda_env: CudaEnv,
+    cpu: LoneWorker,
+    application: Child,
+) -> None:
+    config = replace(onnx_add1(tmp_path), backend="onnxruntime")
+    cpu.load(config)
+    count = PIN_LEAST // 8  # elements: the input is one half of the region, the output the other
+    with Caller(cpu) as caller:
+        memory = GpuMemory(cpu, application, PIN_LEAST)
+        places = spec("x", (1, count)), spec("y", (1, count), offset=4 * count)
+        plan = caller.attach().plan(config, [(memory, places[0])], [(memory, places[1])])
+        before = cuda_env.calls(cpu.pid)
+        for value in range(2 * PIN_AFTER):
+            memory.put(0, np.full(count, value, np.float32))
+            caller.infer(plan)
+            assert memory.get(4 * count, (count,)).tolist() == [value + 1] * count
+        eventually(lambda: cpu.word(statistics.PINNED_BYTES) == PIN_LEAST, "it is pinned")
+        memory.put(0, np.full(count, -1, np.float32))
+        caller.infer(plan)
+        assert not memory.get(4 * count, (count,)).any()
+        cpu.retire_region(memory)
+        assert cpu.word(statistics.PINNED_BYTES) == 0
+        if cuda_env.simulated:
+            calls = {name: grown - before.get(name, 0) for name, grown in cuda_env.calls(cpu.pid).items()}
+            assert (calls["cuMemHostRegister"], calls["cuMemHostUnregister"]) == (1, 1)

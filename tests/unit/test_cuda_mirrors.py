@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
+from collections.abc import Callable
 
 import pytest
 
-from broker.worker.cuda.mirrors import Mirror, Mirrors
+from broker.worker.cuda.mirrors import PIN_AFTER, PIN_LEAST, Mirror, Mirrors
+from broker.worker.cuda.streams import Bytes
+from tests.fakes.broker import eventually
 
 PAGE = mmap.PAGESIZE
 
@@ -76,6 +80,73 @@ def test_only_what_runs_reach_is_counted(start: int, stop: int, pages: int) -> N
     assert mirror.high == 101 * PAGE
     mirrors.forget(mirror)
     assert mirrors.size == 0
+
+
+class Driver:
+    """Pins what it is given. `started` and `go`: a pin that is under way, and may end."""
+
+    def __init__(self, pins: bool = True) -> None:
+        self.pins = pins
+        self.pinned: list[int] = []
+        self.started, self.go = threading.Semaphore(0), threading.Semaphore(0)
+
+    def pin(self, memory: Bytes) -> Callable[[], None] | None:
+        self.started.release()
+        assert self.go.acquire(timeout=60)
+        if not self.pins:
+            return None
+        self.pinned.append(memory.size)
+        return lambda: self.pinned.remove(memory.size)
+
+
+def used_often(mirrors: Mirrors, mirror: Mirror, stop: int | None = None) -> None:
+    for _ in range(PIN_AFTER):
+        run(mirrors, mirror, 0, stop)
+
+
+def test_what_is_used_often_is_pinned_whole_until_it_goes_back() -> None:
+    driver, mirrors, size = Driver(), Mirrors(PIN_LEAST), PIN_LEAST
+    mirror, other = Mirror(size, driver.pin), Mirror(size)
+    used_often(mirrors, mirror, size // 2)
+    driver.go.release()
+    eventually(lambda: not mirror.running, "it is pinned")
+    assert (driver.pinned, mirrors.size) == ([size], size)
+    run(mirrors, other)
+    assert (driver.pinned, mirror.size, other.size) == ([], 0, size), "the other one was used later"
+    used_often(mirrors, mirror)
+    driver.go.release()
+    eventually(lambda: driver.pinned == [size], "it is pinned again")
+    mirrors.forget(mirror)
+    assert driver.pinned == []
+
+
+def test_a_region_that_closes_while_its_mirror_is_pinned_leaves_nothing_pinned() -> None:
+    driver, mirrors = Driver(), Mirrors()
+    mirror = Mirror(PIN_LEAST, driver.pin)
+    used_often(mirrors, mirror)
+    assert driver.started.acquire(timeout=60)
+    run(mirrors, mirror)
+    mirrors.forget(mirror)
+    driver.go.release()
+    eventually(lambda: not mirror.running and driver.pinned == [], "it was, and is no more")
+
+
+def test_what_cannot_be_pinned_is_tried_once() -> None:
+    driver, mirrors = Driver(pins=False), Mirrors()
+    mirror = Mirror(PIN_LEAST, driver.pin)
+    used_often(mirrors, mirror)
+    driver.go.release()
+    eventually(lambda: not mirror.running, "it was tried")
+    used_often(mirrors, mirror)
+    assert (driver.started._value, mirror.running) == (1, 0)
+
+
+@pytest.mark.parametrize(("size", "stop"), [(PIN_LEAST - 1, None), (2 * PIN_LEAST, PAGE), (8 * PIN_LEAST, None)])
+def test_what_is_small_or_little_used_or_too_large_is_not_pinned(size: int, stop: int | None) -> None:
+    driver, mirrors = Driver(), Mirrors(4 * PIN_LEAST)
+    mirror = Mirror(size, driver.pin)
+    used_often(mirrors, mirror, stop)
+    assert mirror.running == 0, "nobody pins it"
 
 
 def test_a_run_that_fails_lets_go() -> None:

@@ -1,7 +1,7 @@
 """Host memory that a GPU reads and writes by itself: pinned once, when a region is registered, where that is possible.
 
-Called by `broker.worker.regions` in workers on a GPU. Copies of memory that is not pinned work, too, but go through the
-driver's own buffers.
+Called by `broker.worker.regions` in workers on a GPU, and for mirrors of GPU memory that are used often. Copies of
+memory that is not pinned work, too, but go through the driver's own buffers.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import final
 
 from broker.worker.cuda.events import Events, Patience
 from broker.worker.cuda.mirrors import Mirror, Mirrors
+from broker.worker.cuda.pinned import pin
 from broker.worker.cuda.regions import CudaRegion, CudaRegions
 from broker.worker.cuda.streams import Bytes, address, end_if_lost
 from broker.worker.messages import AddRegion
@@ -61,7 +62,7 @@ class Window:
 
     def __init__(self, windows: Windows, table: CudaRegions, region: CudaRegion, ordinal: int) -> None:
         self._all, self._table, self._region, self.ordinal = windows, table, region, ordinal
-        self.mirror = Mirror(region.byte_size)
+        self.mirror = Mirror(region.byte_size, lambda memory: pin(memory, ordinal, windows.words, writable=True))
 
     @property
     def pointer(self) -> int:
@@ -126,11 +127,11 @@ class Windows:
     `words`: the worker's own, for the broker to read. `peers`: as of `CudaRegions`.
     """
 
-    __slots__ = ("_before", "_device", "_ordinals", "_patience", "_peers", "_tables", "_words", "mirrors")
+    __slots__ = ("_before", "_device", "_ordinals", "_patience", "_peers", "_tables", "mirrors", "words")
 
     def __init__(self, device: str, words: memoryview, *, peers: bool = False) -> None:
         self._peers = peers
-        self._device, self._words = device, words
+        self._device, self.words = device, words
         self._before = tuple(words[word] for word in (GPU_OPENS, GPU_CLOSES, GPU_EVICTIONS))  # of processes before us
         self.mirrors = Mirrors()
         self._patience = Patience()
@@ -167,17 +168,17 @@ class Windows:
             raise InferError(
                 Code.INVALID_ARG, f"failed to register '{info.name}': its events are of {uuid}, not {self._device}"
             )
-        return Events(info.name, info.events, info.owner, self._ordinal_of(uuid), self._words, self._patience)
+        return Events(info.name, info.events, info.owner, self._ordinal_of(uuid), self.words, self._patience)
 
     def count(self) -> None:
         """Write into the worker's words what it has opened and closed."""
         tables = [table for table, _ in self._tables.values()]
         opens, closes, evictions = self._before
-        self._words[GPU_OPENS] = opens + sum(table.opens for table in tables)
-        self._words[GPU_CLOSES] = closes + sum(table.closes for table in tables)
-        self._words[GPU_EVICTIONS] = evictions + sum(table.evictions for table in tables)
-        self._words[GPU_OPEN_BYTES] = sum(table.open_bytes for table in tables)
-        self._words[GPU_PEER_BYTES] = sum(table.peer_bytes for table in tables)
+        self.words[GPU_OPENS] = opens + sum(table.opens for table in tables)
+        self.words[GPU_CLOSES] = closes + sum(table.closes for table in tables)
+        self.words[GPU_EVICTIONS] = evictions + sum(table.evictions for table in tables)
+        self.words[GPU_OPEN_BYTES] = sum(table.open_bytes for table in tables)
+        self.words[GPU_PEER_BYTES] = sum(table.peer_bytes for table in tables)
 
     def _ordinal_of(self, uuid: str) -> int:
         if uuid not in self._ordinals:
