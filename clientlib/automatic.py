@@ -7,10 +7,11 @@ broker. Used by both clients; no I/O.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping
-from typing import Any, Generic, TypeVar, final
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, Generic, Protocol, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +24,19 @@ from shm import datatypes
 from shm.errors import Code, InferError
 from shm.parameters import Parameter, key_of
 
-P = TypeVar("P")
+
+class _Placed(Protocol):
+    @property
+    def places_byte_size(self) -> int:
+        """What the plan takes of the client's own memory."""
+
+
+P = TypeVar("P", bound=_Placed)
 Array = npt.NDArray[Any]
 Inputs = Mapping[str, Array | TensorRef]
 NOTHING: dict[str, Parameter] = {}
 MAX_PLANS = 64
+WIDE = Budget(places=64, byte_size=64 << 20, least=4)  # of plans that several threads use at a time
 MAX_BYTES = 256 << 20  # of places, for all plans but the last
 
 
@@ -149,18 +158,50 @@ class Automatic(Generic[P]):
             pass
         return found[0]
 
+    def recipe_of(self, asked: Request, budget: Budget, prepare: Callable[[Recipe], P]) -> Recipe:
+        """For a new plan. When a request finds no place free, one that `prepare` makes with more of them takes over."""
+        recipe, key = asked.recipe(budget), asked.key
+
+        def widen() -> bool:
+            try:
+                plan = prepare(dataclasses.replace(recipe, budget=WIDE, crowded=None))
+            except InferError:
+                return False  # requests take turns in the places that there are
+            self.replace(key, plan, plan.places_byte_size)
+            return True
+
+        recipe.crowded = widen
+        return recipe
+
     def keep(self, key: Hashable, plan: P, byte_size: int) -> P:
         """Remember a new plan with `byte_size` of places. Returns the one to use: another thread may be first."""
-        dropped = []
         with self._lock:
             if key not in self._plans:
                 self._plans[key] = plan, byte_size
                 self._byte_size += byte_size
-            while len(self._plans) > MAX_PLANS or (self._byte_size > MAX_BYTES and len(self._plans) > 1):
-                _, oldest = self._plans.popitem(last=False)
-                self._byte_size -= oldest[1]
-                dropped.append(oldest)  # collected outside the lock: its release runs other code
-            return self._plans.get(key, (plan,))[0]
+            dropped = self._shrink()
+            plan = self._plans.get(key, (plan,))[0]
+        del dropped  # outside the lock: its release runs other code
+        return plan
+
+    def replace(self, key: Hashable, plan: P, byte_size: int) -> None:
+        """`plan` instead of the one of this signature, if that has not been dropped."""
+        with self._lock:
+            before = self._plans.get(key)
+            if before is not None:
+                self._plans[key] = plan, byte_size
+                self._byte_size += byte_size - before[1]
+            dropped = self._shrink()
+        del dropped, before
+
+    def _shrink(self) -> list[tuple[P, int]]:
+        """What there is no room for any more."""
+        dropped = []
+        while len(self._plans) > MAX_PLANS or (self._byte_size > MAX_BYTES and len(self._plans) > 1):
+            _, oldest = self._plans.popitem(last=False)
+            self._byte_size -= oldest[1]
+            dropped.append(oldest)
+        return dropped
 
     def drop(self, key: Hashable, plan: P) -> None:
         """Forget a plan that the model no longer fits, unless another thread was faster to replace it."""

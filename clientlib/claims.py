@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from clientlib.arena import Bank, Lease
 from clientlib.channels import Lane, wake
+from clientlib.failures import Widened
 from clientlib.link import Bound
 from clientlib.overlap import Live, in_use
 from clientlib.waiting import Waiting
@@ -19,7 +20,7 @@ from shm.errors import Code, InferError, fresh
 
 _now = time.monotonic
 LOOK_AGAIN_S = 0.01  # while waiting for a place: other threads may have left requests that nobody reaps
-FULL_WAIT_S = 1.0  # without a deadline, how long a request waits for a free slot or place
+FULL_WAIT_S = 1.0  # without a deadline, how long a request waits for a free slot, or a place that no request has
 
 
 def claim(bound: Bound[Lane], request: Waiting) -> None:
@@ -41,8 +42,14 @@ def _try_claim(bound: Bound[Lane], request: Waiting) -> tuple[str, object]:
     return ("", None) if holder is request else (in_use(bound.ranges, request), holder)
 
 
-def take_place(bound: Bound[Lane], bank: Bank, deadline_ns: int) -> Lease:
-    """A place of the client's own; waits until the deadline, without one for a second."""
+def take_place(bound: Bound[Lane], bank: Bank, deadline_ns: int, *, stays: bool = False) -> Lease:
+    """A place of the client's own; waits until the deadline, without one while requests have the places.
+
+    What arrays hold may never come back: when nothing else does, it waits for a second. Raises Widened where another
+    plan has more places, unless the request `stays`.
+    """
+    if not stays and bank.crowd():
+        raise Widened
     until = deadline_ns / 1e9 if deadline_ns else _now() + FULL_WAIT_S
     lock = threading.Lock()
     lock.acquire()
@@ -51,7 +58,14 @@ def take_place(bound: Bound[Lane], bank: Bank, deadline_ns: int) -> Lease:
         while True:
             # Requests that nobody waits for give their places back only when somebody looks.
             look_at(bound.live)
-            if lock.acquire(timeout=max(0.0, min(until - _now(), LOOK_AGAIN_S))) or _now() >= until:
+            ends = not deadline_ns and bool(bound.live)
+            if lock.acquire(timeout=LOOK_AGAIN_S if ends else max(0.0, min(until - _now(), LOOK_AGAIN_S))):
+                break
+            if bank.outgrown and not stays:
+                raise Widened
+            if ends:
+                until = _now() + FULL_WAIT_S
+            elif _now() >= until:
                 break
     finally:
         lease = bank.leave(turn)

@@ -25,7 +25,7 @@ from clientlib.channels import Lane, Lanes
 from clientlib.cuda_export import allocate, export
 from clientlib.cuda_order import Ring
 from clientlib.cuda_region import CudaRegion, register
-from clientlib.failures import PlanOutdated, RoomNeeded, with_remedy
+from clientlib.failures import PlanOutdated, RoomNeeded, Widened, with_remedy
 from clientlib.interrupted import Turn
 from clientlib.leases import kept
 from clientlib.link import Bound, Link, Prepared
@@ -33,7 +33,7 @@ from clientlib.native import Native
 from clientlib.patience import Patience, drive
 from clientlib.plans import Plan
 from clientlib.process import StaysHere
-from clientlib.recipe import Budget, Outputs, Slots, recipe
+from clientlib.recipe import Budget, Outputs, Recipe, Slots, recipe
 from clientlib.region import MappedRegion, Region, TensorRef
 from clientlib.results import InferResult
 from clientlib.session import Procedure
@@ -51,10 +51,6 @@ RECONNECT_S = 10.0  # how long a broker that went away is waited for
 RETRY_S = 0.02
 BUDGET = Budget(places=64, byte_size=1 << 20)
 MAX_SLOTS = 1024
-NO_CUDA = (
-    "CUDA regions are not available over this transport: connect with ipc:// on the GPU's host, or use create_region() "
-    "or register_system_shm() and let the data be copied"
-)
 
 
 @final
@@ -290,11 +286,9 @@ class Client(StaysHere):
 
     def release(self, prepared: Prepared[Lane]) -> None:
         """Tell the broker that a plan will not be used any more, unless the session it was prepared on has ended."""
-        if self.native.closed:
-            return
-        self.native.check()
         link = prepared.link
-        if link is self.native.link:
+        if not self.native.closed and link is self.native.link:
+            self.native.check()
             session, procedure = link.session, self.native.release(link, prepared)
             assert isinstance(session, SyncSession)
             with contextlib.suppress(ConnectionLost):
@@ -306,6 +300,8 @@ class Client(StaysHere):
         plan = self._automatic.find(asked.key) or self._plan(asked, deadline_ns)
         try:
             return plan.infer_arrays(asked.values, deadline_ns, priority)
+        except Widened:
+            return self._infer(asked, deadline_ns, priority)
         except InferError as error:
             self._forget(asked, plan, error)
             raise with_remedy(error) from None
@@ -313,9 +309,13 @@ class Client(StaysHere):
     def _plan(self, asked: Request, deadline_ns: int) -> Plan:
         plan = self._automatic.find(asked.key)
         if plan is None:
-            fresh = Plan(self, asked.recipe(BUDGET))
-            self._run_for(deadline_ns, CALL_S, lambda link: self.native.prepare(link, fresh))
+            fresh = self._prepared(self._automatic.recipe_of(asked, BUDGET, self._prepared), deadline_ns)
             plan = self._automatic.keep(asked.key, fresh, fresh.places_byte_size)
+        return plan
+
+    def _prepared(self, made: Recipe, deadline_ns: int = 0) -> Plan:
+        plan = Plan(self, made)
+        self._run_for(deadline_ns, CALL_S, lambda link: self.native.prepare(link, plan))
         return plan
 
     def _forget(self, asked: Request, plan: Plan, error: InferError) -> None:

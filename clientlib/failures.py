@@ -16,6 +16,10 @@ _NOT_SERVED = re.compile(r"model '[^']*' is not loaded|the request names a plan 
 _ABSENT = "Request for unknown model: "  # Triton's words, see `broker.catalogue`
 _NO_CHANNEL = re.compile(r"too many channels|for a channel of \d+ slots")  # see `broker.channels`, `broker.quota`
 _WANTS_SEQUENCE = "must specify a non-zero or non-empty correlation ID"  # Triton's words
+NO_CUDA = (  # over a wire
+    "CUDA regions are not available over this transport: connect with ipc:// on the GPU's host, or use create_region() "
+    "or register_system_shm() and let the data be copied"
+)
 _IN_USE = re.compile(r"still in flight|in flight on plans that share memory")
 
 
@@ -26,6 +30,10 @@ class RoomNeeded(InferError):
         super().__init__(code, message)
         self.output = output
         self.byte_size = byte_size
+
+
+class Widened(Exception):
+    """A plan that `infer` made has a successor with more places: ask that one."""
 
 
 class RangeInUse(InferError):

@@ -283,7 +283,7 @@ def start(
     """Send a request of a decoupled model."""
     flags = check_options(*options) if any(options) else 0
     bank = bound.layout.bank
-    lease = None if bank is None else bank.take() or take_place(bound, bank, deadline_ns)
+    lease = None if bank is None else bank.take() or take_place(bound, bank, deadline_ns, stays=True)
     rows, priority, sequence_id = options[:3]
     inflow = Inflow(plan, bound, input_slot, rows, deadline_ns, lease, values)
     claim(bound, inflow)

@@ -24,7 +24,8 @@ from clientlib.async_claims import check_loop
 from clientlib.async_streams import AsyncSource, AsyncStream
 from clientlib.automatic import Inputs, Request
 from clientlib.callable_model import AsyncModel
-from clientlib.client import CALL_S, NO_CUDA
+from clientlib.client import CALL_S
+from clientlib.failures import NO_CUDA
 from clientlib.leases import not_native
 from clientlib.pending import expired
 from clientlib.process import StaysHere

@@ -26,7 +26,8 @@ from clientlib.arguments import LoadConfig, LoadFiles, load_arguments, model_tex
 from clientlib.automatic import Inputs, Request
 from clientlib.callable_model import Model
 from clientlib.claims import FULL_WAIT_S
-from clientlib.client import CALL_S, NO_CUDA
+from clientlib.client import CALL_S
+from clientlib.failures import NO_CUDA
 from clientlib.interrupted import Turn
 from clientlib.leases import not_native
 from clientlib.process import StaysHere
