@@ -40,7 +40,8 @@ from shm.errors import Code, ConnectionLost, InferError
 
 Order = Literal["event", "synchronize"]
 EVENTS: Final = 64  # of a ring; when all are in requests that have not ended, the stream is waited for instead
-# Between two looks at a GPU an eighth of the time that it has taken so far, within these bounds.
+LOOK_NS: Final = 50_000  # as long as a GPU that is idle may take to say so; going to sleep takes no less
+# Between two looks at a GPU, after that, an eighth of the time that it has taken so far, within these bounds.
 SHORTEST_PAUSE_NS: Final = 20_000
 LONGEST_PAUSE_NS: Final = 5_000_000
 
@@ -155,39 +156,46 @@ class Wait(NamedTuple):
             moment.wait(deadline_ns)
 
     def begin(self) -> Moment | None:
-        """Look, without waiting: what is left of it; None: nothing. On the caller's thread, which may be what tells
-        its default stream from others.
+        """What is left of it after a look; None: nothing. On the caller's thread, which may be what tells its default
+        stream from others.
         """
         if self.stream is not None:  # one call, where it has nothing to do
             with Context(ordinal_of(self.gpus[0])):
                 if sync.is_done(self.stream):
                     return None
-        moment = Moment(self)
-        return None if moment.is_past() else moment
+        moment, until = Moment(self), time.monotonic_ns() + LOOK_NS
+        while not moment.is_past():
+            if time.monotonic_ns() >= until:
+                return moment
+        return None
 
 
 @final
 class Moment:
     """What GPUs had to do when this was made, and have not done yet. For one thread at a time."""
 
-    __slots__ = ("_marks", "_wait")
+    __slots__ = ("_wait", "left")
 
     def __init__(self, wait: Wait) -> None:
         self._wait = wait
-        self._marks: deque[tuple[str, Mark]] = deque()
+        self.left: deque[tuple[str, Mark]] = deque()  # by GPU
         for gpu in wait.gpus:
             ordinal = ordinal_of(gpu)
             with Context(ordinal):
-                self._marks.append((gpu, mark_now(ordinal, wait.stream)))
+                mark = mark_now(ordinal, wait.stream)
+                if mark.is_past():
+                    mark.drop()
+                else:
+                    self.left.append((gpu, mark))
 
     def is_past(self) -> bool:
         """Without waiting. Raises CudaError."""
-        while self._marks:
-            gpu, mark = self._marks[0]
+        while self.left:
+            gpu, mark = self.left[0]
             with Context(ordinal_of(gpu)):
                 if not mark.is_past():
                     return False
-            self._marks.popleft()
+            self.left.popleft()
             mark.drop()
         return True
 
@@ -202,7 +210,7 @@ class Moment:
                 pause_ns = min(max((now - began) // 8, SHORTEST_PAUSE_NS), LONGEST_PAUSE_NS)
                 time.sleep(1e-9 * (min(pause_ns, deadline_ns - now) if deadline_ns else pause_ns))
         finally:
-            for _, mark in self._marks:
+            for _, mark in self.left:
                 mark.drop()
 
     def _too_late(self) -> InferError:
@@ -214,7 +222,7 @@ class Moment:
         )
         return InferError(
             Code.UNAVAILABLE,
-            f"timeout expired while waiting for work of {whose} on {self._marks[0][0]}, which comes before the "
+            f"timeout expired while waiting for work of {whose} on {self.left[0][0]}, which comes before the "
             f"request; it was not sent. {remedy}",
         )
 

@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol, final
 from shm.cuda.driver import NOT_READY, Context, CudaError, call, primary
 from shm.errors import Code, InferError, fresh
 
+LET_S: Final = 5e-5  # for the thread that waits: whoever looks at once again would keep the interpreter from it
 DISABLE_TIMING: Final = 2  # CU_EVENT_…: such an event is the cheapest
 
 
@@ -82,10 +83,10 @@ _asked: dict[int, list[_Drained]] = {}  # by GPU: a thread is at work where ther
 class _Drained:
     """A thread waits for the whole context, one per GPU, and again as long as somebody has asked meanwhile."""
 
-    __slots__ = ("_error", "_past")
+    __slots__ = ("_error", "_settled")
 
     def __init__(self) -> None:
-        self._past = False
+        self._settled = threading.Event()
         self._error: InferError | None = None
 
     @classmethod
@@ -101,15 +102,17 @@ class _Drained:
         return mark
 
     def is_past(self) -> bool:
+        past = self._settled.wait(LET_S)
         if self._error is not None:
             raise fresh(self._error)
-        return self._past
+        return past
 
     def drop(self) -> None:
         pass
 
     def settle(self, error: InferError | None) -> None:
-        self._error, self._past = error, True
+        self._error = error
+        self._settled.set()
 
 
 def _drain(ordinal: int) -> None:
