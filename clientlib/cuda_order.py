@@ -205,10 +205,15 @@ class Moment:
         try:
             while not self.is_past():
                 now = time.monotonic_ns()
-                if deadline_ns and now >= deadline_ns:
+                if not deadline_ns:
+                    gpu, mark = self.left[0]
+                    with Context(ordinal_of(gpu)):
+                        mark.wait()
+                elif now >= deadline_ns:
                     raise self._too_late()
-                pause_ns = min(max((now - began) // 8, SHORTEST_PAUSE_NS), LONGEST_PAUSE_NS)
-                time.sleep(1e-9 * (min(pause_ns, deadline_ns - now) if deadline_ns else pause_ns))
+                else:
+                    pause_ns = min(max((now - began) // 8, SHORTEST_PAUSE_NS), LONGEST_PAUSE_NS)
+                    time.sleep(1e-9 * min(pause_ns, deadline_ns - now))
         finally:
             for _, mark in self.left:
                 mark.drop()

@@ -24,7 +24,9 @@ from shm.errors import Code, InferError
 
 Kind = Literal["ok", "no bindings", "no driver", "no device", "version mismatch", "driver error"]
 
-OLDEST: Final = 12000  # as cuDriverGetVersion counts: the first with every function that is called here
+OLDEST: Final = (
+    12000  # as cuDriverGetVersion counts: the first with every function that is called here (but one, see `marks`)
+)
 NO_DEVICE, NOT_INITIALIZED, OUT_OF_MEMORY, NOT_SUPPORTED, ALREADY_MAPPED = 100, 3, 2, 801, 208
 NOT_READY = 600  # of cuEventQuery and cuStreamQuery: no failure
 # CUresult of drivers that do not fit their kernel module, their device or this program (cuda.h):

@@ -2,12 +2,13 @@
 
     mark = mark_now(ordinal, stream)     the stream's work, or all of the context's; in that context
     mark.is_past()                       in the same context, as often as one likes
+    mark.wait()                          likewise, by whatever thread: returns when it is
     mark.drop()
 
 `cuStreamQuery` alone would not do: another thread may give the stream more to do all the time. Work of a whole context
 is captured by an event, too, which no event on a default stream could do: that says nothing of non-blocking streams.
 
-Used by `clientlib.cuda_order` for requests with a deadline.
+Used by `clientlib.cuda_order` for requests with a deadline, and on event loops.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ class Mark(Protocol):
 
     def is_past(self) -> bool:
         """Is all done that there was to do? Raises CudaError for what went wrong."""
+
+    def wait(self) -> None:
+        """Until all is done; other threads of Python run meanwhile. Raises CudaError."""
 
     def drop(self) -> None:
         """It is not asked again."""
@@ -71,6 +75,9 @@ class _Event:
             return False
         return True
 
+    def wait(self) -> None:
+        call("cuEventSynchronize", self.event)
+
     def drop(self) -> None:
         self._spare.append(self.event)  # recorded anew, it says nothing of before
 
@@ -100,6 +107,10 @@ class _Drained:
             else:
                 known.append(mark)
         return mark
+
+    def wait(self) -> None:
+        self._settled.wait()
+        self.is_past()
 
     def is_past(self) -> bool:
         past = self._settled.wait(LET_S)

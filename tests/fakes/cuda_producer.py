@@ -142,7 +142,7 @@ class Producer(User):
             found.append(self.run("event", "OUTPUT0"))
         return found
 
-    def run_async(self, url: str, order: str, timeout: float = 30, late: bool = False) -> float:
+    def run_async(self, url: str, order: str, timeout: float | None = 30, late: bool = False) -> float:
         """The same as `run`, by a client for event loops, on memory of its own. `late`: the gate stays closed."""
 
         async def go() -> float:

@@ -153,9 +153,15 @@ def test_nor_does_a_stream_of_responses(broker: Broker, user: Child, on_loop: bo
     assert user.call("stream_within", url, 30, on_loop) == 0
 
 
+@pytest.mark.parametrize("timeout", [None, 30])
 @pytest.mark.parametrize("order", ["event", "synchronize", ""])
-def test_so_does_a_client_on_an_event_loop(broker: Broker, shared: Child, order: str) -> None:
-    assert shared.call("run_async", f"ipc://{broker.directory}", order) == 23
+def test_so_does_a_client_on_an_event_loop(broker: Broker, shared: Child, order: str, timeout: float | None) -> None:
+    assert shared.call("run_async", f"ipc://{broker.directory}", order, timeout) == 23
+
+
+def test_so_does_one_whose_driver_is_old(broker: Broker, cuda_sim: CudaEnv) -> None:
+    with producer(broker, cuda_sim.with_settings(CUSIM_WITHOUT="cuCtxRecordEvent")) as child:
+        assert child.call("run_async", f"ipc://{broker.directory}", "", None) == 23
 
 
 def test_a_model_on_the_cpu_gets_its_copy_after_the_event(broker: Broker, shared: Child, cuda_sim: CudaEnv) -> None:
