@@ -16,7 +16,7 @@ USAGE = """usage: tensorbroker COMMAND …
   serve --model-repository DIR [flags of tritonserver] [--directory RUN_DIR]   serve the models of a repository
   status [--json] [--directory RUN_DIR]                                        what the running broker is doing
   check DIR… [--strict]                                                        configure all models, serve none
-  explain MODEL --model-repository DIR                                         a model's final configuration
+  explain MODEL [--model-repository DIR | --directory RUN_DIR]                 a model's final configuration
 
 `tensorbroker COMMAND --help` tells more."""
 
@@ -76,17 +76,45 @@ def _check(arguments: list[str]) -> int:
 
 
 def _explain(arguments: list[str]) -> int:
-    from broker.explanation import explain
+    from broker.explanation import explain, explain_served
+    from shm.run_directory import default_directory
 
-    parser = Parser(prog="tensorbroker explain", allow_abbrev=False, description="A model's final configuration.")
+    parser = Parser(
+        prog="tensorbroker explain",
+        allow_abbrev=False,
+        description="A model's final configuration, and the origin of each value: as the running broker serves it, "
+        "what came with the load included; with --model-repository as it would be served from there.",
+    )
     parser.add_argument("model", metavar="MODEL")
-    parser.add_argument("--model-repository", metavar="DIR", action="append", default=[])
+    parser.add_argument("--directory", metavar="RUN_DIR", help="of the broker; default: $TENSORBROKER_DIR or per user")
+    parser.add_argument("--model-repository", metavar="DIR", action="append", default=[], help="asks no broker")
+    parser.add_argument("--config", metavar="FILE", help="in place of config.pbtxt, in JSON, as load(config=…) has it")
     parser.add_argument("--model-config-name", metavar="NAME", default="", help="take configs/NAME.pbtxt where it is")
     parser.add_argument("--json", action="store_true", help="as a document, with the origins by field")
     given = parser.parse_args(arguments)
     if not given.model_repository:
-        raise UsageError("--model-repository must be specified")
-    return explain(given.model_repository, given.model, as_json=given.json, config_name=given.model_config_name)
+        if given.config is not None or given.model_config_name:
+            raise UsageError("--model-repository must be specified with --config and --model-config-name")
+        return explain_served(given.directory or default_directory(), given.model, as_json=given.json)
+    if given.directory:
+        raise UsageError("--directory names a running broker, which --model-repository does not ask: give one of them")
+    return explain(
+        given.model_repository,
+        given.model,
+        as_json=given.json,
+        config_name=given.model_config_name,
+        override=None if given.config is None else _text_of(given.config),
+    )
+
+
+def _text_of(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except OSError as error:
+        raise UsageError(f"--config {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--config {path}: is no text: {error}") from None
 
 
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {

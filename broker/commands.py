@@ -25,6 +25,7 @@ from broker.repository.scan import misplaced
 from broker.tables import ascii_table, printable
 from shm import sockets
 from shm.errors import InferError, ProtocolError
+from shm.gateway_messages import Config, GetConfig
 from shm.messages import (
     PROTOCOL,
     Failure,
@@ -68,6 +69,15 @@ def status(directory: str, *, as_json: bool) -> int:
 
 def ask_status(directory: str) -> dict[str, Any]:
     """The status document. Raises NoAnswer."""
+    return _ask_broker("status", directory, GetStatus(id=2), Status).status
+
+
+def ask_config(directory: str, model: str) -> Config:
+    """What the broker in `directory` serves of the model, as a whole. Raises NoAnswer."""
+    return _ask_broker("explain", directory, GetConfig(id=2, model=model, whole=True), Config)
+
+
+def _ask_broker(command: str, directory: str, request: Message, expected: type[T]) -> T:
     with sockets.seqpacket() as connection:
         connection.settimeout(TIMEOUT_S)
         try:
@@ -76,8 +86,8 @@ def ask_status(directory: str) -> dict[str, Any]:
         except OSError as error:
             raise NoAnswer(f"no broker is running in {directory} ({error.strerror})") from error
         try:
-            _ask(connection, Hello(id=1, protocol=PROTOCOL, library="tensorbroker status"), Welcome)
-            return _ask(connection, GetStatus(id=2), Status).status
+            _ask(connection, Hello(id=1, protocol=PROTOCOL, library=f"tensorbroker {command}"), Welcome)
+            return _ask(connection, request, expected)
         except (OSError, ProtocolError) as error:
             raise NoAnswer(f"the broker in {directory} does not answer: {error}") from error
 

@@ -6,7 +6,7 @@ Pure, on what `broker.catalogue` knows; used by `broker.models`. The rules thems
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
@@ -107,6 +107,19 @@ def retryable(catalogue: Serving, config: ModelConfig) -> bool:
         return config.retryable
     serving = [catalogue.serving(name) for name in members(config.ensemble)]
     return config.retryable and all(member is not None and retryable(catalogue, member) for member in serving)
+
+
+def with_members(config: ModelConfig, serving: Callable[[str], ModelConfig | None]) -> list[ModelConfig]:
+    """`config`, then what serves of its members, and of theirs, each once."""
+    found = {config.name: config}
+    waiting = [config]
+    while waiting:
+        ensemble = waiting.pop().ensemble
+        for name in members(ensemble) if ensemble is not None else ():
+            if name not in found and (member := serving(name)) is not None:
+                found[name] = member
+                waiting.append(member)
+    return list(found.values())
 
 
 def members_first(configs: Mapping[str, ModelConfig]) -> list[ModelConfig]:

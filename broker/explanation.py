@@ -1,6 +1,7 @@
-"""`tensorbroker explain MODEL`: a model's final configuration, where each value comes from, and where it would run.
+"""`tensorbroker explain MODEL`: a model's final configuration, where each value comes from, and where it runs.
 
-Runs the loader process, for an ensemble once more for its members: which workers its steps run in follows from them.
+Of a repository: runs the loader process, for an ensemble once more for its members: which workers its steps run in
+follows from them. Of a running broker: asks it for what it serves.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
 
-from broker.commands import with_gpus
+import msgspec
+
+from broker.commands import NoAnswer, ask_config, with_gpus
 from broker.ensemble_members import retryable
 from broker.repository.check import check
 from broker.repository.config import LoadFailure, ModelConfig
@@ -22,11 +25,35 @@ from broker.tables import printable
 from shm.errors import Code, InferError
 
 
-def explain(repositories: Sequence[str], model: str, *, as_json: bool = False, config_name: str = "") -> int:
+def explain_served(directory: str, model: str, *, as_json: bool = False) -> int:
+    """As `explain`, of what the broker in `directory` serves, the latest version. Returns 1 if that is nothing."""
+    try:
+        answer = ask_config(directory, model)
+        result, *_ = found = [msgspec.msgpack.decode(each, type=ModelConfig) for each in answer.whole]
+    except (NoAnswer, ValueError) as error:  # ValueError: what is no configuration, of another version of the broker
+        print(printable(str(error)), file=sys.stderr)
+        return 1
+    configs = {each.name: each for each in found}
+    missing = [name for name in _of(result) if name not in configs]
+    problem = f"its members are not ready: {', '.join(missing)}" if missing else ""
+    served = f"version {answer.version}, as the broker in {directory} serves it"
+    return _print(result, _Members(configs, problem, served), as_json)
+
+
+def explain(
+    repositories: Sequence[str],
+    model: str,
+    *,
+    as_json: bool = False,
+    config_name: str = "",
+    override: str | None = None,
+) -> int:
     """Print the final configuration of one model, the origin of each value, and how every input is read.
 
-    As text it is a config.pbtxt that changes nothing. Returns 1 when the model cannot be served.
+    As text it is a config.pbtxt that changes nothing. `override`: a configuration in place of the model's own, as a
+    load may bring it; None: none. Returns 1 when the model cannot be served.
     """
+    overrides = {} if override is None else {model: override}
     try:
         found = scan(repositories)
         known = sorted({*found.models, *found.failures})
@@ -38,7 +65,14 @@ def explain(repositories: Sequence[str], model: str, *, as_json: bool = False, c
             )
         result = next(
             result
-            for result in check(repositories, models=(model,), explain=True, config_name=config_name, on=with_gpus)
+            for result in check(
+                repositories,
+                models=(model,),
+                explain=True,
+                config_name=config_name,
+                overrides=overrides,
+                on=with_gpus,
+            )
             if result.name == model
         )
         if isinstance(result, LoadFailure):
@@ -50,16 +84,24 @@ def explain(repositories: Sequence[str], model: str, *, as_json: bool = False, c
     except InferError as error:
         print(printable(error.message), file=sys.stderr)
         return 1
+    return _print(result, others, as_json)
+
+
+def _print(result: ModelConfig, others: _Members, as_json: bool) -> int:
     print(json.dumps(_explanation(result, others), indent=2) if as_json else _explained(result, others))
     return 1 if others.problem else 0
 
 
 @final
 class _Members(NamedTuple):
-    """What an ensemble's members are, and members' members. `problem`: why it cannot be served with them, or ""."""
+    """What an ensemble's members are, and members' members. `problem`: why it cannot be served with them, or "".
+
+    `served`: which version a running broker serves so, or "".
+    """
 
     configs: Mapping[str, ModelConfig] = {}
     problem: str = ""
+    served: str = ""
 
     def serving(self, model: str) -> ModelConfig | None:
         """As `broker.ensemble_members.Serving`."""
@@ -101,7 +143,9 @@ def _explained(result: ModelConfig, others: _Members) -> str:
     again = not problem and retryable(others, result)
     about = [
         f"{result.name} in {result.directory}",
-        "origin of each value: file (config.pbtxt), model (the model's own files), default, override",
+        *filter(None, (others.served,)),
+        "origin of each value: file (config.pbtxt), model (the model's own files), default, override (came with the "
+        "load)",
     ]
     if problem:
         about.append(f"cannot be served: {problem}")

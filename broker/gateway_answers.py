@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
+from broker.ensemble_members import with_members
 from broker.principals import Principals
 from broker.records import GATEWAY, Peer, region_info
 from broker.repository.config import ModelConfig
@@ -50,6 +53,9 @@ class Models(Protocol):
 
     def config(self, model: str, version: str = "") -> tuple[ModelConfig, int]:
         """The completed configuration. Raises as `metadata`."""
+
+    def serving(self, model: str) -> ModelConfig | None:
+        """The configuration of the highest version that is ready, if there is one."""
 
     async def index(self, *, ready: bool = False) -> list[IndexEntry]:
         """The repository index."""
@@ -125,9 +131,12 @@ async def serving(parts: Parts, peer: Peer, request: Serving) -> Answer:
 
 async def get_config(parts: Parts, peer: Peer, request: GetConfig) -> Answer:
     """As the loader completed it, with the label files as they were then."""
-    config, _ = parts.models.config(request.model, request.version)
+    config, version = parts.models.config(request.model, request.version)
+    if request.whole:
+        whole = tuple(msgspec.msgpack.encode(each.for_reader) for each in with_members(config, parts.models.serving))
+        return Answer(Config(config=config.json, whole=whole, version=version))
     labels = {tensor.name: tensor.labels for tensor in config.output if tensor.labels}
-    return Answer(Config(config=config.json, labels=labels))
+    return Answer(Config(config=config.json, labels=labels, version=version))
 
 
 async def get_index(parts: Parts, peer: Peer, request: GetIndex) -> Answer:

@@ -81,6 +81,7 @@ class Server:
                 strict=options.strict_model_config,
                 default_max_batch_size=options.default_max_batch_size,
                 config_name=options.model_config_name,
+                explain=True,  # `tensorbroker explain` asks what serves, whose files may have changed since
             ),
             control_mode=options.model_control_mode,
             startup_models=options.load_model,

@@ -15,8 +15,11 @@ from shm.message_values import IndexEntry, Message, Name, Principal, Size, Text
 
 
 class GetConfig(Message, frozen=True, kw_only=True, tag=True):
+    """`whole`: all that the broker knows of it, for `tensorbroker explain`."""
+
     model: Text
     version: Text = ""
+    whole: bool = False
 
 
 class GetIndex(Message, frozen=True, kw_only=True, tag=True):
@@ -103,10 +106,16 @@ class Serving(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Config(Message, frozen=True, kw_only=True, tag=True):
-    """The completed model configuration in Triton's JSON form. `labels`: an output's label file, one name a line."""
+    """The completed model configuration in Triton's JSON form. `labels`: an output's label file, one name a line.
+
+    `whole`, if asked for: the broker's own form (`broker.repository.config.ModelConfig`, without large data), then
+    those of an ensemble's members, and of theirs, that serve now. `version`: the number of the version.
+    """
 
     config: str
     labels: dict[str, bytes] = {}
+    whole: tuple[bytes, ...] = ()
+    version: int = 0
 
 
 class Index(Message, frozen=True, kw_only=True, tag=True):

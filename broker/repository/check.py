@@ -11,7 +11,8 @@ import selectors
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from msgspec.structs import replace
 
@@ -32,6 +33,7 @@ def check(
     models: Sequence[str] = (),
     strict: bool = False,
     config_name: str = "",
+    overrides: Mapping[str, str] = MappingProxyType({}),
     explain: bool = False,
     on: Callable[[LoadRequest], LoadRequest] | None = None,
     command: Sequence[str] = LOADER_COMMAND,
@@ -50,6 +52,7 @@ def check(
         models=tuple(models),
         strict=strict,
         config_name=config_name,
+        overrides=dict(overrides),
         explain=explain,
         every=True,
     )

@@ -185,6 +185,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return _with_files(replace(self, output=output, origins={}, explanation=""), lambda item: b"")
 
     @property
+    def for_reader(self) -> ModelConfig:
+        """The same with the origins of its values."""
+        return replace(self.for_worker, origins=self.origins, explanation=self.explanation)
+
+    @property
     def as_remote(self) -> ModelConfig:
         """What an ensemble in another worker needs: names, datatypes and shapes."""
 

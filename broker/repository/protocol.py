@@ -30,7 +30,7 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     `default_max_batch_size`: for models that can batch and do not say how far.
     `gpus`: device ordinals on which the broker can place instances; `no_gpus`: why there are no (other) ones.
     `on_cpu`: backends that use no GPU, as they are installed: for them KIND_AUTO is KIND_CPU.
-    `overrides`: model → its configuration, in place of its config.pbtxt: Triton's JSON form, or protobuf text.
+    `overrides`: model → its configuration, in place of its config.pbtxt, in Triton's JSON form.
     `config_name` (`--model-config-name`): take `<model>/configs/<config_name>.pbtxt` where there is one.
     `explain`: also say where every value comes from (`ModelConfig.origins`, `ModelConfig.explanation`).
     `every`: of a model that fails, say all that is wrong (`LoadFailure.further`).

@@ -215,7 +215,6 @@ def test_explicit_control_loads_and_unloads(repository, tmp_path):
         (("serve", "--model-repository=/x", "positional"), "Unexpected argument: positional"),
         (("serve", "--model-repository=/x", "--allow-http=maybe"), "invalid value for bool option: maybe"),
         (("fly",), "Unexpected argument: fly"),
-        (("explain", "m"), "--model-repository must be specified"),
         (("status", "--directory", "/nonexistent/run"), "no broker is running in /nonexistent/run"),
     ],
 )

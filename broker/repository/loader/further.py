@@ -44,7 +44,12 @@ _MOST_PIECES = 32  # of one kind that are tried: each is tried in a configuratio
 
 
 def further(model: ModelDirectory, request: LoadRequest, failure: LoadFailure) -> tuple[str, ...]:
-    """The reasons beside that of `failure`, in the order in which they would have come one after the other."""
+    """The reasons beside that of `failure`, in the order in which they would have come one after the other.
+
+    None for a configuration that did not come from a file.
+    """
+    if model.name in request.overrides:
+        return ()
     search = _Search(model, request)
     with contextlib.suppress(Exception):  # what `load` has answered already is more than nothing
         search.run()
