@@ -22,7 +22,7 @@ from clientlib.async_streams import AsyncInflow, AsyncSingle, AsyncSource, Async
 from clientlib.failures import NotServed, RoomNeeded
 from clientlib.growing import RETRIED, infer_again_async
 from clientlib.link import Bound, Prepared, outside
-from clientlib.ordered import AsyncOrderedPlan, in_order_async
+from clientlib.ordered import AsyncOrderedPlan, in_order_async, over
 from clientlib.plans import Plan, no_output_slot, was_released
 from clientlib.process import StaysHere
 from clientlib.recipe import Recipe
@@ -269,7 +269,7 @@ class AsyncPlan(StaysHere):
         if not bound.layout.responses:
             return AsyncSingle(await self._start(deadline_ns, input_slot, None, options, values, ran))
         if self.gpus:
-            await asyncio.to_thread(cuda_order.Wait(self.gpus, None).now)
+            await over(cuda_order.Wait(self.gpus, None), deadline_ns)
         if (needed := bound.layout.outgrown) is not None:
             bound.layout.outgrown = None
             with contextlib.suppress(InferError):  # without more room responses go on coming in parts

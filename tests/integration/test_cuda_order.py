@@ -143,7 +143,7 @@ def test_nor_does_a_client_on_an_event_loop(broker: Broker, shared: Child, order
         shared.call("run_async", f"ipc://{broker.directory}", order, 0.05, True)
 
 
-@pytest.mark.parametrize("on_loop", [False])
+@pytest.mark.parametrize("on_loop", [False, True])
 def test_nor_does_a_stream_of_responses(broker: Broker, user: Child, on_loop: bool) -> None:
     url = f"ipc://{broker.directory}"
     user.call("write_late", {"INPUT0": 0})
