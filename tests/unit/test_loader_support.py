@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tests.fakes import models
-from tests.fakes.loading import config_of, reason_of
+from tests.fakes.loading import config_of, reason_of, run
 
 
 def parameter(name: str, value: str) -> str:
@@ -50,6 +50,13 @@ def test_what_has_no_meaning_is_named_once(tmp_path, text, what):
 )
 def test_what_works_is_not_mentioned(tmp_path, text):
     assert config_of(tmp_path, models.add1(), f"max_batch_size: 4 {text}").notes == ()
+
+
+def test_libraries_that_form_batches_are_named(tmp_path):
+    path = models.write_model(tmp_path, "m", models.add1(), config="max_batch_size: 4") / "1" / "batchstrategy.so"
+    path.write_bytes(b"")
+    (note,) = run(tmp_path).notes
+    assert note.startswith(f"{path} is ignored: batches are formed as dynamic_batching says")
 
 
 def test_levels_of_a_graph_belong_to_onnx_runtime(tmp_path):

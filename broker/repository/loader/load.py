@@ -37,7 +37,7 @@ from broker.repository.loader.origins import DEFAULT, FILE, MODEL, OVERRIDE, Ori
 from broker.repository.loader.own_code import check_code
 from broker.repository.loader.padding import with_padding
 from broker.repository.loader.parameters import check_parameters
-from broker.repository.loader.support import ignored
+from broker.repository.loader.support import ignored, ignored_files
 from broker.repository.loader.validate import validate
 from broker.repository.loader.validate_ensemble import validate_ensemble
 from broker.repository.loader.where import located
@@ -99,7 +99,7 @@ def _load(model: ModelDirectory, request: LoadRequest) -> ModelConfig:
     versions, none_served = served_versions(config, model, notes)
     newest_first = dict(reversed(versions.items()))
     find_backend(config, model, versions, none_served)
-    notes += [*ignored(config), *overshadowed(config, model)]
+    notes += [*ignored(config), *ignored_files((model.path, *versions.values())), *overshadowed(config, model)]
     _check_file_name(config, model, versions)
     with _about(versions):
         check_code(model)

@@ -6,7 +6,8 @@ works unchanged, and each is named once, so that nobody waits for its effect.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tritonclient.grpc import model_config_pb2
@@ -30,8 +31,10 @@ _OPTIMIZATION = {
     "input_pinned_memory": _PINNED,
     "output_pinned_memory": _PINNED,
 }
+_NO_STRATEGY = "batches are formed as dynamic_batching says, libraries for that are not loaded"
+_STRATEGY = "batchstrategy.so"
 _PARAMETERS = {
-    "TRITON_BATCH_STRATEGY_PATH": "batches are formed as dynamic_batching says, libraries for that are not loaded",
+    "TRITON_BATCH_STRATEGY_PATH": _NO_STRATEGY,
     "memory.enable_memory_arena_shrinkage": "the arena keeps what it has",
 }
 _INSTANCE_GROUP = {
@@ -48,6 +51,12 @@ _STATE = {
 def ignored(config: model_config_pb2.ModelConfig) -> list[str]:
     """One sentence per field that is accepted and has no effect."""
     return [f"{field} is ignored: {why}" for field, why in dict(_ignored(config)).items()]
+
+
+def ignored_files(directories: Iterable[str]) -> list[str]:
+    """The same for files of a model and its versions."""
+    paths = (os.path.join(directory, _STRATEGY) for directory in directories)
+    return [f"{path} is ignored: {_NO_STRATEGY}" for path in paths if os.path.lexists(path)]
 
 
 def _ignored(config: model_config_pb2.ModelConfig) -> Iterator[tuple[str, str]]:
