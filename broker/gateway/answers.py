@@ -62,10 +62,15 @@ def is_gone(error: InferError) -> bool:
     return isinstance(error, PlanOutdated | ModelAbsent) or _GONE.search(error.message) is not None
 
 
+def is_about_the_model(error: InferError) -> bool:
+    """Is it that there is no such model, or that it is decoupled?"""
+    return _AS_IT_IS.search(error.message) is not None
+
+
 def told(error: InferError, request: InferRequest, aliases: Iterable[Alias]) -> InferError:
     """`error` in Triton's words: with the request's id, and with the names that the caller knows."""
     code, message = error.code, error.message
-    if _AS_IT_IS.search(message):
+    if is_about_the_model(error):
         return error
     if correlation.SAID.match(message):
         return InferError(code, correlation.in_words(message, request))

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.gateway import correlation, validation
-from broker.gateway.answers import is_gone, response_of, told
+from broker.gateway.answers import is_about_the_model, is_gone, response_of, told
 from broker.gateway.kserve import Caller, InferRequest, InferResponse, Transport, one_answer_only
 from broker.gateway.labels import Labels
 from broker.gateway.lasting import Holder, Lasting
@@ -67,7 +67,7 @@ class Inference:
         self._copied = copied
         self._latest: dict[str, tuple[str, float]] = {}  # version and when it was heard, by model
         self._looking: dict[str, asyncio.Task[None]] = {}
-        self._reads_parameters: dict[tuple[str, str], bool] = {}  # by model and version, as last heard
+        self._heard: dict[tuple[str, str], ModelMetadata] = {}  # by model and version, as last heard
         self._steps = Queues()  # of the steps of a sequence that are being resolved
         self._labels = Labels(client)
 
@@ -75,8 +75,19 @@ class Inference:
         """Run one request. Raises InferError with Triton's texts; all but those of lookups name the request's id."""
         deadline_ns = deadline_of(request, caller)
         request.party = 0 if request.sequence_id else caller.party  # steps of a sequence keep their order
-        resolved = await self._resolve_in_turn(request, caller, deadline_ns)
-        return await self._infer(request, caller, resolved, deadline_ns)
+        try:
+            resolved = await self._resolve_in_turn(request, caller, deadline_ns)
+            return await self._infer(request, caller, resolved, deadline_ns)
+        except InferError as error:
+            raise await self._first(error, request, caller.transport) from None
+
+    async def _first(self, error: InferError, request: InferRequest, transport: Transport) -> InferError:
+        """Of all that is wrong what is told: as in Triton, that the model is decoupled comes before the rest."""
+        if error.code == Code.UNAVAILABLE.name or is_about_the_model(error):
+            return error  # no reason to ask for the model
+        model = self._heard.get((request.model, request.version or self._latest_version(request.model)))
+        model = model or await self.metadata(request.model, request.version)
+        return one_answer_only(transport) if model.decoupled else error
 
     async def stream(self, request: InferRequest, caller: Caller) -> ResponseStream:
         """Check one request, and have its responses come: for models of both kinds. Raises InferError as `infer`.
@@ -124,14 +135,14 @@ class Inference:
         (found,) = reply.models
         if not version:
             self._latest[model] = found.version, time.monotonic()
-        self._reads_parameters[model, found.version] = found.reads_parameters
+        self._heard[model, found.version] = found
         return found
 
     def forget_latest(self, model: str) -> None:
         """It was loaded or unloaded here."""
         self._latest.pop(model, None)
         self._labels.forget(model)
-        self._reads_parameters = {key: reads for key, reads in self._reads_parameters.items() if key[0] != model}
+        self._heard = {key: found for key, found in self._heard.items() if key[0] != model}
 
     # --- what a request names --------------------------------------------------------------------------------------
 
@@ -155,11 +166,10 @@ class Inference:
                 check_range(output.region, alias.region.byte_size, output.offset, output.byte_size)
         key: Hashable = key_of(request, version, aliases)
         if request.parameters:
-            reads = self._reads_parameters.get((request.model, version))
-            if reads is None:  # or the version is written in another way, as "01"
-                model = await self.metadata(request.model, version)
-                reads = model.reads_parameters
-            if reads and (given := given_parameters(request)):
+            heard = self._heard.get((request.model, version))
+            if heard is None:  # or the version is written in another way, as "01"
+                heard = model = await self.metadata(request.model, version)
+            if heard.reads_parameters and (given := given_parameters(request)):
                 key = (key, parameters_key(given))
         return _Resolved(version, model, aliases, key)
 

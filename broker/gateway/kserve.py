@@ -179,6 +179,15 @@ def one_answer_only(transport: Transport) -> InferError:
     return InferError(Code.UNSUPPORTED, f"{_END_POINTS[transport]} {DECOUPLED}")
 
 
+async def check_answers_once(service: Service, model: str, version: str, transport: Transport) -> None:
+    """Before a request is refused that takes one response: Triton looks at the model first, so do we, when it matters.
+
+    Raises InferError: UNSUPPORTED for a decoupled model, the lookup's for one that is not there.
+    """
+    if (await service.metadata(model, version)).decoupled:
+        raise one_answer_only(transport)
+
+
 class Responses(Protocol):
     """Those to one request, in order, as they come. Errors are responses too: nothing raises InferError here.
 

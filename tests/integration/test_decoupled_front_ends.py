@@ -12,11 +12,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 import tritonclient.utils.shared_memory as shm
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 import clientlib
@@ -192,6 +194,36 @@ def test_one_response_to_a_request_is_refused(broker: Gateway) -> None:
         "StatusCode.UNIMPLEMENTED",
         f"ModelInfer RPC {expected}",
     )
+
+
+def test_that_a_model_is_decoupled_is_told_before_what_else_is_wrong(broker: Gateway) -> None:
+    refusal = "doesn't support models with decoupled transaction policy"
+    wrong = [
+        {"name": "nothing", "datatype": "INT32", "shape": [1], "data": [1]},
+        {"name": "IN", "datatype": "FP32", "shape": [1], "data": [1]},
+        {"name": "IN", "datatype": "INT32", "shape": [1], "parameters": {"shared_memory_region": "none"}},
+        {"name": "IN", "datatype": "INT32", "shape": [-1], "data": [1]},
+        {"name": "IN", "datatype": "nonsense", "shape": [1], "data": [1]},
+    ]
+    for given in ([], *([each] for each in wrong)):
+        reply = post(broker, "/v2/models/repeat_int32/infer", json.dumps({"inputs": given}).encode())
+        assert (reply.status, json.load(reply)) == (501, {"error": f"HTTP end point {refusal}"}), given
+    message = service_pb2.ModelInferRequest
+    tensor = message.InferInputTensor
+    asked = [
+        message(model_name="repeat_int32"),
+        message(model_name="repeat_int32", inputs=[tensor(name="IN", datatype="INT32", shape=[1])]),
+        message(model_name="repeat_int32", inputs=[tensor(name="IN", datatype="FP32", shape=[1])], id="7"),
+        message(model_name="repeat_int32", model_version="1", raw_input_contents=[b"1234"]),
+    ]
+    asked[2].inputs[0].parameters["shared_memory_region"].string_param = "none"
+    with grpc.insecure_channel(url_of(broker, "grpc").split("//")[1]) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        for each in asked:
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.ModelInfer(each)
+            told = caught.value.code(), caught.value.details()
+            assert told == (grpc.StatusCode.UNIMPLEMENTED, f"ModelInfer RPC {refusal}"), each
 
 
 def test_generate_stream(broker: Gateway) -> None:

@@ -25,7 +25,7 @@ from broker.gateway.grpc.calls import CALLS, Call
 from broker.gateway.grpc.codec import decode_request, encode_response, parse, takes_long
 from broker.gateway.grpc.limits import MAX_RPCS, Budget, message_budget, server_options
 from broker.gateway.grpc.stream import Stream
-from broker.gateway.kserve import Caller, InferRequest, Responses, Service
+from broker.gateway.kserve import Caller, InferRequest, Responses, Service, check_answers_once
 from broker.gateway.options import GatewayOptions, header_pattern
 from broker.gateway.placed import DETAIL, Placed
 from clientlib.details import asked
@@ -216,7 +216,13 @@ class GrpcServer:
         self.arrivals.whole(caller.connection, len(raw))
         self.budget.take(len(raw))
         try:
-            request = await self._understand(raw, metadata)
+            understood: list[InferRequest] = []
+            try:
+                request = await self._understand(raw, metadata, understood)
+            except InferError:
+                for known in understood:
+                    await check_answers_once(self._service, known.model, known.version, "grpc")
+                raise
             if self._service.traces.on:
                 self._trace(request, context)
             response = await self._service.infer(request, caller)

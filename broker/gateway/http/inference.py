@@ -22,7 +22,7 @@ from broker.gateway.http.errors import invalid
 from broker.gateway.http.json import unhurried
 from broker.gateway.http.limits import ONE_WRITE
 from broker.gateway.http.message import JSON, OCTETS, Reply, Request, error_reply
-from broker.gateway.kserve import Buffer, InferRequest, Service, Trace, one_answer_only
+from broker.gateway.kserve import Buffer, InferRequest, Service, Trace, check_answers_once
 from broker.gateway.options import GatewayOptions, header_pattern
 from shm.errors import InferError
 
@@ -42,8 +42,7 @@ class Inference:
         try:
             coding = coding_of(headers.get("Content-Encoding"))
         except InferError as error:
-            if (await self._service.metadata(model, version)).decoupled:
-                raise one_answer_only("http") from None
+            await check_answers_once(self._service, model, version, "http")
             reply = error_reply(error)
             reply.headers = (("Accept-Encoding", "gzip, deflate"),)
             return reply
@@ -54,9 +53,7 @@ class Inference:
                 request.reserve(len(body))
             wanted, binary = await self._read(request, body, model, version)
         except InferError:
-            # Triton looks at the model first; so do we, when it matters.
-            if (await self._service.metadata(model, version)).decoupled:
-                raise one_answer_only("http") from None
+            await check_answers_once(self._service, model, version, "http")
             raise
         if request.received[0]:
             wanted.trace = sampled(self._service, wanted.model, request)
