@@ -236,3 +236,31 @@ def test_a_setting_that_cannot_be_followed_ends_the_start(repository: Path, tmp_
     )
     assert answer.returncode == 1
     assert "invalid --metrics-config" in answer.stderr
+
+
+def test_a_model_has_buckets_and_labels_of_its_own_and_a_load_changes_them(repository: Path, tmp_path: Path) -> None:
+    family = "nv_inference_first_response_histogram_ms"
+    flags = ("--metrics-config=histogram_latencies=true", "--model-control-mode=explicit", "--load-model=add1")
+
+    def config(bounds: list[float]) -> str:
+        control = {"metric_identifier": {"family": family}, "histogram_options": {"buckets": bounds}}
+        return json.dumps({"model_metrics": {"metric_control": [control]}, "metric_tags": {"team": "a"}})
+
+    def buckets(served: Served) -> dict[str, float]:
+        return {name: value for name, value in served.metrics().items() if name.startswith(f"{family}_bucket")}
+
+    def named(bound: str) -> str:
+        return f"{family}_bucket{{_team=a,le={bound},model=add1,version=1}}"
+
+    with Served(repository, tmp_path / "run", *flags) as served:
+        served.ready()
+        with clientlib.connect(f"ipc://{served.directory}") as client:
+            client.load("add1", config=config([1e-6, 1e8]))
+            for _ in range(3):
+                client.infer("add1", {"x": X})
+            counted = {named("1e-06"): 0, named("100000000.0"): 3, named("+Inf"): 3}
+            eventually(lambda: buckets(served) == counted)
+            client.load("add1", config=config([1e8]))
+            assert buckets(served) == {named("100000000.0"): 0, named("+Inf"): 0}
+            client.infer("add1", {"x": X})
+            eventually(lambda: buckets(served) == {named("100000000.0"): 1, named("+Inf"): 1})
