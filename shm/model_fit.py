@@ -43,6 +43,18 @@ class Tensor(Protocol):
         """-1: open."""
 
 
+class Known(Protocol):
+    """An input of a model."""
+
+    @property
+    def name(self) -> str:
+        """As the configuration calls it."""
+
+    @property
+    def optional(self) -> bool:
+        """May a request leave it out?"""
+
+
 class Given(NamedTuple):
     """A `Tensor` and no more."""
 
@@ -53,7 +65,7 @@ class Given(NamedTuple):
 
 def check_inputs(model: ModelMetadata, given: Sequence[Tensor]) -> int:
     """Names, batch size, datatypes, shapes. Returns the rows of one request, 0 for models without a batch dimension."""
-    _check_inputs_named(model, [tensor.name for tensor in given])
+    check_inputs_named(model.name, model.inputs, [tensor.name for tensor in given])
     rows = _batch_size(model, given)
     for tensor in given:
         _check_input(model, named(model.inputs, tensor.name), tensor)
@@ -143,12 +155,13 @@ def refuse(message: str) -> InferError:
 # --- inputs -------------------------------------------------------------------------------------------------------
 
 
-def _check_inputs_named(model: ModelMetadata, names: Sequence[str]) -> None:
+def check_inputs_named(model: str, inputs: Sequence[Known], names: Sequence[str]) -> None:
+    """Are `names` inputs of the model, which has `inputs`, each once, and is there all that it needs?"""
     _check_unique(names, "input")
-    known = [tensor.name for tensor in model.inputs]
-    missing = [tensor.name for tensor in model.inputs if not tensor.optional and tensor.name not in names]
+    known = [tensor.name for tensor in inputs]
+    missing = [tensor.name for tensor in inputs if not tensor.optional and tensor.name not in names]
     unknown = [name for name in names if name not in known]
-    required = sum(not tensor.optional for tensor in model.inputs)
+    required = sum(not tensor.optional for tensor in inputs)
     if not required <= len(names) <= len(known):
         expected = (
             f"expected {required} inputs but got {len(names)} inputs"
@@ -156,7 +169,7 @@ def _check_inputs_named(model: ModelMetadata, names: Sequence[str]) -> None:
             else f"expected number of inputs between {required} and {len(known)} but got {len(names)} inputs"
         )
         raise refuse(
-            f"{expected} for model '{model.name}'. Got input(s) {quoted(names)}, "
+            f"{expected} for model '{model}'. Got input(s) {quoted(names)}, "
             + (
                 f"but missing required input(s) {quoted(missing)}. Please provide all required input(s)."
                 if missing
@@ -165,10 +178,10 @@ def _check_inputs_named(model: ModelMetadata, names: Sequence[str]) -> None:
         )
     if unknown:
         raise refuse(
-            f"unexpected inference input '{unknown[0]}' for model '{model.name}', the model has inputs {quoted(known)}"
+            f"unexpected inference input '{unknown[0]}' for model '{model}', the model has inputs {quoted(known)}"
         )
     if missing:
-        raise refuse(f"missing required input(s) {quoted(missing)} for model '{model.name}'")
+        raise refuse(f"missing required input(s) {quoted(missing)} for model '{model}'")
 
 
 def _batch_size(model: ModelMetadata, given: Sequence[Tensor]) -> int:

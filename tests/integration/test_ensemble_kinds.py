@@ -134,6 +134,7 @@ def write_ensembles(root: Path) -> None:
     one = step("optional", "INPUT0=IN INPUT1=MORE", "OUTPUT0=mid OUTPUT1=SECOND")
     inputs = ["IN FP32 4", "MORE FP32 4 optional: true"]
     ensemble(root, "options", inputs, ["OUT FP32 4", "SECOND FP32 -1"], one, step("add1", "x=mid", y))
+    ensemble(root, "needs", ["IN FP32 4 optional: true"], ["OUT FP32 4"], step("add1", x, y))
     slow = [step("slow", x, "y=mid"), step("add1", "x=mid", y)]
     ensemble(root, "slowly", *fp32, *slow)
     ensemble(root, "slower", *fp32, step("slowly", "IN=IN", "OUT=OUT"))
@@ -244,6 +245,17 @@ def test_an_optional_input_may_be_left_out(client):
     assert np.array_equal(both["SECOND"], x + 50)
     one = client.infer("options", {"IN": x}, outputs=["OUT"], timeout=30)
     assert np.array_equal(one["OUT"], x + 1)
+
+
+def test_an_optional_input_that_a_step_needs_is_missed_by_that_step(client):
+    with pytest.raises(InferError) as caught:
+        client.infer("needs", {}, timeout=30)
+    assert (caught.value.code, caught.value.message) == (
+        "INVALID_ARG",
+        "in ensemble 'needs', expected 1 inputs but got 0 inputs for model 'add1'. Got input(s) [], but missing "
+        "required input(s) ['x']. Please provide all required input(s). (step 0: model 'add1')",
+    )
+    assert np.array_equal(client.infer("needs", {"IN": rows()}, timeout=30)["OUT"], rows() + 1)
 
 
 def test_an_error_names_step_model_and_tensor(client):

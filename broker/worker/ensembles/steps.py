@@ -20,6 +20,7 @@ from shm import datatypes
 from shm.admission import Request
 from shm.errors import Code, InferError
 from shm.message_values import TensorSpec
+from shm.model_fit import check_inputs_named
 
 
 class Asked(NamedTuple):
@@ -56,13 +57,12 @@ def _inputs(step: Step, member: LoadedModel, values: dict[str, Value], rows: int
     batch = (-1,) if most else ()
     inputs: dict[str, Value] = {}
     rows = rows if batch else 0
+    given = {name: values[tensor] for name, tensor in step.input_map.items() if tensor in values}
+    check_inputs_named(member.name, member.config.input, [*given])
     for tensor in member.config.input:
-        name = step.input_map.get(tensor.name)
-        value = None if name is None else values.get(name)
+        value = given.get(tensor.name)
         if value is None:
-            if tensor.optional:
-                continue
-            raise InferError(Code.INVALID_ARG, f"input '{tensor.name}' of model '{member.name}' has no data")
+            continue  # it is optional
         wanted = (*batch, *tensor.dims)
         shape = fitted(value.shape, wanted)
         if shape is None:
@@ -164,4 +164,5 @@ def told(step: Step, at: int, values: dict[str, Value]) -> str:
         if tensor in values
     ]
     more = ", …" if len(tensors) > 3 else ""
-    return f"step {at}: model '{step.model_name}' on {', '.join(tensors[:3])}{more}"
+    read = f" on {', '.join(tensors[:3])}{more}" if tensors else ""
+    return f"step {at}: model '{step.model_name}'{read}"
