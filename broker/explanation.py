@@ -31,7 +31,7 @@ def explain_served(directory: str, model: str, *, as_json: bool = False) -> int:
         answer = ask_config(directory, model)
         result, *_ = found = [msgspec.msgpack.decode(each, type=ModelConfig) for each in answer.whole]
     except (NoAnswer, ValueError) as error:  # ValueError: what is no configuration, of another version of the broker
-        print(printable(str(error)), file=sys.stderr)
+        print(printable(f"{error}\n(--model-repository DIR explains a model in a repository)"), file=sys.stderr)
         return 1
     configs = {each.name: each for each in found}
     missing = [name for name in _of(result) if name not in configs]

@@ -85,7 +85,12 @@ def count_latency(block: memoryview, ns: int, count: int = 1) -> None:
     """`count` requests that took `ns` each."""
     block[LATENCY + bucket(ns)] += count
     if block[OWN_BOUNDS]:
-        _count_own(block, OWN_LATENCY, ns, count)
+        count_own_latency(block, ns, count)
+
+
+def count_own_latency(block: memoryview, ns: int, count: int = 1) -> None:
+    """That part of `count_latency` which goes by the model's own bounds, where it has any."""
+    _count_own(block, OWN_LATENCY, ns, count)
 
 
 def count_hit_latency(block: memoryview, ns: int) -> None:

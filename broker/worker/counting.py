@@ -90,7 +90,10 @@ class Counted:
             block[at] += same
             block[at + 2] += infer_ns * same // count
         for each in took:
-            statistics.count_latency(block, each)
+            block[statistics.LATENCY + statistics.bucket(each)] += 1
+        if block[statistics.OWN_BOUNDS]:
+            for each in took:
+                statistics.count_own_latency(block, each)
 
     def leaves(self) -> None:
         """Its backend is about to be closed: the broker sees for how long that goes on."""
