@@ -121,13 +121,13 @@ class Bank:
     who comes later gets one, so that requests are sent in the order in which they were made.
     """
 
-    __slots__ = ("_block", "_crowded", "_free", "_line", "outgrown", "places", "waiters")
+    __slots__ = ("_block", "_free", "_line", "_widens", "outgrown", "places", "waiters")
 
-    def __init__(self, block: Block, places: int, crowded: Callable[[], bool] | None = None) -> None:
-        """`crowded`: called once, by the first who would have to wait. True: there are more places elsewhere now."""
+    def __init__(self, block: Block, places: int, widens: bool = False) -> None:
+        """`widens`: whoever finds no place free is to have more of them made elsewhere, once; see `crowd`."""
         self._block = block
-        self._crowded = crowded
-        self.outgrown = False
+        self._widens = widens
+        self.outgrown = False  # there are more places elsewhere now
         self._free = deque(range(places))
         self._line: deque[Turn] = deque()  # those of the waiters who have no place
         self.places = places
@@ -145,11 +145,9 @@ class Bank:
             return None
 
     def crowd(self) -> bool:
-        """Somebody will have to wait. True: there are more places elsewhere."""
-        crowded, self._crowded = self._crowded, None
-        if crowded is not None:
-            self.outgrown = crowded()
-        return self.outgrown
+        """Somebody would have to wait. True: there are more places elsewhere, or it is to have them made."""
+        widens, self._widens = self._widens, False
+        return widens or self.outgrown
 
     def wait(self, call: Callable[[], None]) -> Turn:
         """Wait in line. Whoever does must `leave`."""

@@ -251,13 +251,13 @@ class AsyncClient(StaysHere):
             try:
                 return await plan.source(deadline_ns, 0, options, asked.values)
             except InferError as error:
-                self._forget(asked, plan, error)
+                self._automatic.failed(asked.key, plan, error)
                 raise
 
         async def again(error: InferError) -> AsyncSource | None:
             if (source := await plan.regrown(error, deadline_ns, 0, options, asked.values)) is not None:
                 return source
-            self._forget(asked, plan, error)
+            self._automatic.failed(asked.key, plan, error)
             return await begin() if isinstance(error, PlanOutdated) else None
 
         return AsyncStream(begin, again)
@@ -359,7 +359,7 @@ class AsyncClient(StaysHere):
         try:
             return await plan.infer_arrays(asked.values, deadline_ns, priority)
         except InferError as error:
-            self._forget(asked, plan, error)
+            self._automatic.failed(asked.key, plan, error)
             raise with_remedy(error) from None
 
     async def _plan(self, asked: Request, deadline_ns: int) -> AsyncPlan:
@@ -380,11 +380,6 @@ class AsyncClient(StaysHere):
                 if not lock.locked():  # else somebody prepares, and it was our wait that ended
                     self._preparing.pop(asked.key, None)
         return plan
-
-    def _forget(self, asked: Request, plan: AsyncPlan, error: InferError) -> None:
-        """After an error that says that the model or a region may have changed: look again next time."""
-        if isinstance(error, PlanOutdated) or error.code in ("NOT_FOUND", "INVALID_ARG"):
-            self._automatic.drop(asked.key, plan)
 
     def _ended(self) -> None:
         """The session of an adopted client is no more."""

@@ -16,6 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
+from clientlib.arena import Bank
 from clientlib.arguments import model_text, parameters_of, text, version_text
 from clientlib.failures import PlanOutdated
 from clientlib.recipe import ArrayInput, Budget, Outputs, Recipe, check_outputs
@@ -26,6 +27,10 @@ from shm.parameters import Parameter, key_of
 
 
 class _Placed(Protocol):
+    @property
+    def recipe(self) -> Recipe:
+        """What it was made of."""
+
     @property
     def places_byte_size(self) -> int:
         """What the plan takes of the client's own memory."""
@@ -88,7 +93,7 @@ class Request:
                 signature.append(key_of(self._parameters))
         self.key = tuple(signature)
 
-    def recipe(self, budget: Budget) -> Recipe:
+    def recipe(self, budget: Budget, widens: bool = False) -> Recipe:
         """What to prepare for requests of this kind."""
         values = iter(self.values)
         model_text(self._model)
@@ -99,7 +104,8 @@ class Request:
             else ArrayInput(datatypes.datatype_of(value.dtype), value.shape, next(values).nbytes)
             for name, value in self._inputs.items()
         }
-        return Recipe(self._model, self._version, inputs, self._chosen, 1, 1, budget, parameters=self._parameters)
+        version, own = self._version, self._parameters
+        return Recipe(self._model, version, inputs, self._chosen, 1, 1, budget, parameters=own, widens=widens)
 
 
 @contextlib.contextmanager
@@ -158,21 +164,6 @@ class Automatic(Generic[P]):
             pass
         return found[0]
 
-    def recipe_of(self, asked: Request, budget: Budget, prepare: Callable[[Recipe], P]) -> Recipe:
-        """For a new plan. When a request finds no place free, one that `prepare` makes with more of them takes over."""
-        recipe, key = asked.recipe(budget), asked.key
-
-        def widen() -> bool:
-            try:
-                plan = prepare(dataclasses.replace(recipe, budget=WIDE, crowded=None))
-            except InferError:
-                return False  # requests take turns in the places that there are
-            self.replace(key, plan, plan.places_byte_size)
-            return True
-
-        recipe.crowded = widen
-        return recipe
-
     def keep(self, key: Hashable, plan: P, byte_size: int) -> P:
         """Remember a new plan with `byte_size` of places. Returns the one to use: another thread may be first."""
         with self._lock:
@@ -184,15 +175,34 @@ class Automatic(Generic[P]):
         del dropped  # outside the lock: its release runs other code
         return plan
 
-    def replace(self, key: Hashable, plan: P, byte_size: int) -> None:
-        """`plan` instead of the one of this signature, if that has not been dropped."""
+    def widen(self, key: Hashable, plan: P, bank: Bank, prepare: Callable[[Recipe], P]) -> None:
+        """No place of `plan`, those of `bank`, is free: one that `prepare` makes with more of them takes over.
+
+        Where that cannot be had, or would cost other plans theirs, requests take turns in the places that there are.
+        """
+        each = plan.places_byte_size // bank.places
+        more = each * WIDE.places_for(each, 1) - plan.places_byte_size
+        if bank.outgrown or more <= 0 or self._byte_size + more > MAX_BYTES:
+            return
+        try:
+            wide = prepare(dataclasses.replace(plan.recipe, budget=WIDE, widens=False))
+        except InferError:
+            return
+        if self._replace(key, plan, wide):
+            bank.outgrown = True
+
+    def _replace(self, key: Hashable, plan: P, wide: P) -> bool:
+        """False: `plan` has been dropped meanwhile, or replaced."""
         with self._lock:
             before = self._plans.get(key)
-            if before is not None:
-                self._plans[key] = plan, byte_size
-                self._byte_size += byte_size - before[1]
+            found = before is not None and before[0] is plan
+            if before is not None and found:
+                self._plans[key] = wide, wide.places_byte_size
+                self._plans.move_to_end(key)
+                self._byte_size += wide.places_byte_size - before[1]
             dropped = self._shrink()
-        del dropped, before
+        del dropped  # outside the lock
+        return found
 
     def _shrink(self) -> list[tuple[P, int]]:
         """What there is no room for any more."""
@@ -202,6 +212,11 @@ class Automatic(Generic[P]):
             self._byte_size -= oldest[1]
             dropped.append(oldest)
         return dropped
+
+    def failed(self, key: Hashable, plan: P, error: InferError) -> None:
+        """After an error that says that the model or a region may have changed: look again next time."""
+        if isinstance(error, PlanOutdated) or error.code in ("NOT_FOUND", "INVALID_ARG"):
+            self.drop(key, plan)
 
     def drop(self, key: Hashable, plan: P) -> None:
         """Forget a plan that the model no longer fits, unless another thread was faster to replace it."""

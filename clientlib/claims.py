@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from clientlib.arena import Bank, Lease
 from clientlib.channels import Lane, wake
-from clientlib.failures import Widened
+from clientlib.failures import Crowded
 from clientlib.link import Bound
 from clientlib.overlap import Live, in_use
 from clientlib.waiting import Waiting
@@ -45,11 +45,11 @@ def _try_claim(bound: Bound[Lane], request: Waiting) -> tuple[str, object]:
 def take_place(bound: Bound[Lane], bank: Bank, deadline_ns: int, *, stays: bool = False) -> Lease:
     """A place of the client's own; waits until the deadline, without one while requests have the places.
 
-    What arrays hold may never come back: when nothing else does, it waits for a second. Raises Widened where another
-    plan has more places, unless the request `stays`.
+    What arrays hold may never come back, nor what streams hold that this thread reads: then it waits for a second.
+    Raises Crowded where another plan has more places, or should have them, unless the request `stays`.
     """
     if not stays and bank.crowd():
-        raise Widened
+        raise Crowded(bank)
     until = deadline_ns / 1e9 if deadline_ns else _now() + FULL_WAIT_S
     lock = threading.Lock()
     lock.acquire()
@@ -58,11 +58,11 @@ def take_place(bound: Bound[Lane], bank: Bank, deadline_ns: int, *, stays: bool 
         while True:
             # Requests that nobody waits for give their places back only when somebody looks.
             look_at(bound.live)
-            ends = not deadline_ns and bool(bound.live)
+            ends = bool(bound.live) and not (deadline_ns or bound.layout.responses)
             if lock.acquire(timeout=LOOK_AGAIN_S if ends else max(0.0, min(until - _now(), LOOK_AGAIN_S))):
                 break
             if bank.outgrown and not stays:
-                raise Widened
+                raise Crowded(bank)
             if ends:
                 until = _now() + FULL_WAIT_S
             elif _now() >= until:

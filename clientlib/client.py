@@ -25,7 +25,7 @@ from clientlib.channels import Lane, Lanes
 from clientlib.cuda_export import allocate, export
 from clientlib.cuda_order import Ring
 from clientlib.cuda_region import CudaRegion, register
-from clientlib.failures import PlanOutdated, RoomNeeded, Widened, with_remedy
+from clientlib.failures import Crowded, PlanOutdated, RoomNeeded, with_remedy
 from clientlib.interrupted import Turn
 from clientlib.leases import kept
 from clientlib.link import Bound, Link, Prepared
@@ -239,7 +239,7 @@ class Client(StaysHere):
         def again(error: InferError) -> Source | None:
             if (source := plan.regrown(error, deadline_ns, 0, options, asked.values)) is not None:
                 return source
-            self._forget(asked, plan, error)
+            self._automatic.failed(asked.key, plan, error)
             if not isinstance(error, PlanOutdated):
                 return None
             return self._plan(asked, deadline_ns).source(deadline_ns, 0, options, asked.values)
@@ -247,7 +247,7 @@ class Client(StaysHere):
         try:
             return Stream(plan.source(deadline_ns, 0, options, asked.values), again)
         except InferError as error:
-            self._forget(asked, plan, error)
+            self._automatic.failed(asked.key, plan, error)
             raise
 
     # --- life ------------------------------------------------------------------------------------------------------
@@ -300,28 +300,25 @@ class Client(StaysHere):
         plan = self._automatic.find(asked.key) or self._plan(asked, deadline_ns)
         try:
             return plan.infer_arrays(asked.values, deadline_ns, priority)
-        except Widened:
-            return self._infer(asked, deadline_ns, priority)
+        except Crowded as crowded:
+            bank = crowded.bank
         except InferError as error:
-            self._forget(asked, plan, error)
+            self._automatic.failed(asked.key, plan, error)
             raise with_remedy(error) from None
+        self._automatic.widen(asked.key, plan, bank, lambda made: self._prepared(made, deadline_ns))
+        return self._infer(asked, deadline_ns, priority)
 
     def _plan(self, asked: Request, deadline_ns: int) -> Plan:
         plan = self._automatic.find(asked.key)
         if plan is None:
-            fresh = self._prepared(self._automatic.recipe_of(asked, BUDGET, self._prepared), deadline_ns)
+            fresh = self._prepared(asked.recipe(BUDGET, widens=True), deadline_ns)
             plan = self._automatic.keep(asked.key, fresh, fresh.places_byte_size)
         return plan
 
-    def _prepared(self, made: Recipe, deadline_ns: int = 0) -> Plan:
+    def _prepared(self, made: Recipe, deadline_ns: int) -> Plan:
         plan = Plan(self, made)
         self._run_for(deadline_ns, CALL_S, lambda link: self.native.prepare(link, plan))
         return plan
-
-    def _forget(self, asked: Request, plan: Plan, error: InferError) -> None:
-        """After an error that says that the model or a region may have changed: look again next time."""
-        if isinstance(error, PlanOutdated) or error.code in ("NOT_FOUND", "INVALID_ARG"):
-            self._automatic.drop(asked.key, plan)
 
     def _run(self, make: Callable[[Link[Lane]], Procedure[T]], timeout: float = CALL_S) -> T:
         deadline = time.monotonic() + seconds(timeout)

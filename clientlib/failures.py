@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
+from clientlib.arena import Bank
 from shm.errors import Code, InferError, is_too_small
 
 # What workers say, see `shm.admission`, `broker.worker.models`, `.plans` and `.answers`.
@@ -32,8 +33,14 @@ class RoomNeeded(InferError):
         self.byte_size = byte_size
 
 
-class Widened(Exception):
-    """A plan that `infer` made has a successor with more places: ask that one."""
+class Crowded(Exception):
+    """No place is free of a plan that `infer` made. It has a successor with more (`bank.outgrown`), or should get one;
+    the request was not sent.
+    """
+
+    def __init__(self, bank: Bank) -> None:
+        super().__init__()
+        self.bank = bank
 
 
 class RangeInUse(InferError):

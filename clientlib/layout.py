@@ -156,7 +156,7 @@ class Sketch:
                 stride = tensor.byte_size if tensor.byte_size % 64 == 0 else aligned(tensor.byte_size)
                 target.append(Placed(tensor, block.chunk.region, offset, stride))
                 offset += stride * positions
-        bank = Bank(block, self.places, self._recipe.crowded) if block is not None and self.places else None
+        bank = Bank(block, self.places, self._recipe.widens) if block is not None and self.places else None
         return Layout(self, self._recipe.model, placed[0], placed[1], bank, block)
 
 

@@ -169,7 +169,7 @@ class Plan(StaysHere):
         bound = getattr(local, "bound", None) or getattr(local, "streaming", None)
         bound = bound or self._bind_any(deadline_ns, options[2:])
         if not bound.layout.responses:
-            return Single(self._start(deadline_ns, input_slot, None, *options, values, ran))
+            return Single(self._start(deadline_ns, input_slot, None, *options, values, ran, True))
         if self.gpus:
             cuda_order.Wait(self.gpus, None).now(deadline_ns)
         if (needed := bound.layout.outgrown) is not None:
@@ -317,8 +317,11 @@ class Plan(StaysHere):
         sequence_end: bool,
         values: Sequence[npt.NDArray[Any]] = (),
         ran: bool = False,
+        stays: bool = False,
     ) -> Pending:
-        """`ran`: it did, and there was too little room for its result. A sequence must not take that step twice."""
+        """`ran`: it did, and there was too little room for its result. A sequence must not take that step twice.
+        `stays`: as for `take_place`.
+        """
         event = 0
         bound = getattr(self._local, "bound", None)
         if bound is None:  # not while AttributeError is handled: what fails would hold that, and it this frame
@@ -331,7 +334,7 @@ class Plan(StaysHere):
         lease = None
         if bound.layout.bank is not None:
             bank = bound.layout.bank
-            lease = bank.take() or take_place(bound, bank, deadline_ns)
+            lease = bank.take() or take_place(bound, bank, deadline_ns, stays=stays)
             if bound.layout.writes:
                 input_slot = lease.place
             if bound.layout.owns_outputs:

@@ -6,7 +6,7 @@ Made by both clients from their arguments. Knows no model and no broker; checks 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -55,7 +55,7 @@ class Recipe:
     in `InferResult.shapes`. Memory that the caller placed is not looked at: such outputs have a shape only. A
     mapping of outputs has all that are wanted; without `raw` the model's others come beside them. `parameters`: of
     every request, for the model (`shm.parameters`). `events`: the ring whose events requests may name.
-    `crowded`: called once, by the first request that finds no place free.
+    `widens`: the first request that finds no place free raises `clientlib.failures.Crowded`.
     """
 
     model: str
@@ -69,7 +69,7 @@ class Recipe:
     raw: bool = False
     parameters: dict[str, Parameter] = field(default_factory=dict)
     events: str = ""
-    crowded: Callable[[], bool] | None = None
+    widens: bool = False
 
 
 def recipe(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -45,8 +49,9 @@ def few_places(monkeypatch: pytest.MonkeyPatch) -> None:
 class Callers:
     """Threads that call the model once each, behind one whose call the gate holds."""
 
-    def __init__(self, client: clientlib.Client) -> None:
-        self._client = client
+    def __init__(self, client: clientlib.Client, ask: Callable[[np.ndarray], np.ndarray] | None = None) -> None:
+        """`ask`: by default `infer`."""
+        self._ask = ask or (lambda x: client.infer("gate", {"x": x})["y"])
         self.right = 0
         self.problems: list[BaseException] = []
         self._threads = [threading.Thread(target=self._call, args=(HOLD if not at else X,)) for at in range(THREADS)]
@@ -65,7 +70,7 @@ class Callers:
 
     def _call(self, x: np.ndarray) -> None:
         try:
-            y = self._client.infer("gate", {"x": x})["y"]
+            y = self._ask(x)
             self.right += bool((y == x + 1).all())
         except BaseException as error:
             self.problems.append(error)
@@ -96,3 +101,63 @@ def test_without_more_places_requests_wait_for_those_before_them(
         assert not callers.problems
         gate.let()
         callers.join()
+
+
+@pytest.mark.usefixtures("few_places")
+def test_streams_that_find_no_place_take_turns(broker: Gateway, gate: Gate) -> None:
+    with clientlib.connect(broker.directory) as client:
+
+        def ask(x: np.ndarray) -> np.ndarray:
+            (result,) = client.stream("gate", {"x": x})
+            return result["y"]
+
+        callers = Callers(client, ask)
+        callers.start(gate)
+        gate.let()
+        callers.join()
+
+
+@pytest.mark.usefixtures("few_places")
+def test_more_places_are_not_waited_for_beyond_a_deadline(
+    broker: Gateway, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broker that does not respond makes none; a second is what it has."""
+    monkeypatch.setattr(client_module, "CALL_S", 3600.0)
+    with clientlib.connect(broker.directory) as client:
+        client.infer("gate", {"x": X})
+        holders = [threading.Thread(target=client.infer, args=("gate", {"x": HOLD})) for _ in range(2)]
+        for holder in holders:
+            holder.start()
+        gate.entered()
+        eventually(lambda: client.statistics("gate")[0]["pending"])
+        os.kill(broker.pid, signal.SIGSTOP)
+        try:
+            refused: list[BaseException] = []
+
+            def ask() -> None:
+                try:
+                    client.infer("gate", {"x": X}, timeout=0.1)
+                except clientlib.InferError as error:
+                    refused.append(error)
+
+            asks = threading.Thread(target=ask, daemon=True)
+            asks.start()
+            asks.join(30)
+            assert [str(error) for error in refused], "it still waits"
+        finally:
+            os.kill(broker.pid, signal.SIGCONT)
+            gate.let()
+            gate.entered()
+            gate.let()
+            for holder in holders:
+                holder.join()
+
+
+def test_a_result_keeps_no_client(broker: Gateway) -> None:
+    client = clientlib.connect(broker.directory)
+    y = client.infer("gate", {"x": X})["y"]
+    known = weakref.ref(client)
+    del client
+    gc.collect()
+    assert known() is None
+    assert (y == X + 1).all()

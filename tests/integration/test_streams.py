@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from clientlib import InferError
+from clientlib import client as client_module
+from clientlib.recipe import Budget
 from tests.fakes.streaming import X, acts, client, on_loop, repeat, same, streaming, works  # noqa: F401 (fixtures)
 from tests.fakes.streaming_backend import response
 
@@ -47,6 +49,16 @@ def test_rooms_grow_with_what_comes(client):
     for _ in range(2):
         assert [same(result, i, 200_000) for i, result in enumerate(plan.stream())] == [True] * 2
     assert plan.places_byte_size > before
+
+
+def test_a_thread_whose_streams_have_all_places_is_told(client, monkeypatch):
+    """It cannot read them while it waits."""
+    monkeypatch.setattr(client_module, "BUDGET", Budget(places=2, byte_size=0))
+    streams = [client.stream("repeat", repeat(10_000)) for _ in range(2)]
+    with pytest.raises(InferError, match="all 2 places of this plan are in use"):
+        client.stream("repeat", repeat(10_000))
+    for stream in streams:
+        assert len(list(stream)) == 10_000
 
 
 def test_a_model_of_another_kind_has_one_response(client):

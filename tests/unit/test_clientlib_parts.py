@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from clientlib import shapes
-from clientlib.automatic import Automatic, Request
+from clientlib.arena import Bank
+from clientlib.automatic import MAX_BYTES, WIDE, Automatic, Request
 from clientlib.overlap import Ranges, Span
-from clientlib.recipe import Budget, recipe
+from clientlib.recipe import Budget, Recipe, recipe
 from clientlib.region import MappedRegion
 from shm import model_fit
 from shm.errors import InferError
@@ -211,3 +212,46 @@ class TestArguments:
         plans.keep(5, "plan 5", 200 << 20)
         assert plans.keep(6, "plan 6", 50 << 20) == "plan 6"
         assert plans.find(5) == "plan 5"
+
+    class Made:
+        """A plan of places of 1 MiB each."""
+
+        def __init__(self, recipe: Recipe) -> None:
+            self.recipe = recipe
+            self.places_byte_size = recipe.budget.places_for(1 << 20, 1) << 20
+
+    def narrow(self) -> Made:
+        return self.Made(Recipe("m", "", {}, None, 1, 1, Budget(2, 0), widens=True))
+
+    def test_a_plan_without_a_free_place_gets_a_successor_with_more(self):
+        plans: Automatic[TestArguments.Made] = Automatic()
+        plan, bank = self.narrow(), Bank(None, 2, True)
+        plans.keep(1, plan, plan.places_byte_size)
+        assert bank.crowd()
+        assert not bank.crowd(), "once"
+        plans.widen(1, plan, bank, self.Made)
+        wide = plans.find(1)
+        assert wide.places_byte_size == 64 << 20
+        assert (wide.recipe.budget, wide.recipe.widens) == (WIDE, False)
+        assert bank.crowd(), "there are more elsewhere"
+        plans.widen(1, plan, bank, None)
+        assert plans.find(1) is wide
+
+    def test_more_places_for_one_plan_are_not_taken_from_others(self):
+        """Else plans that are used in turns would be made anew each time."""
+        plans: Automatic[TestArguments.Made] = Automatic()
+        made = [self.narrow() for _ in range(40)]
+        for key, plan in enumerate(made):
+            plans.keep(key, plan, plan.places_byte_size)
+        for key, plan in enumerate(made):
+            plans.widen(key, plan, Bank(None, 2, True), self.Made)
+        sizes = [plans.find(key).places_byte_size >> 20 for key in range(40)]
+        assert sizes == [64, 64] + [2] * 38
+        assert sum(sizes) << 20 <= MAX_BYTES
+
+    def test_a_plan_that_was_dropped_has_no_successor(self):
+        plans: Automatic[TestArguments.Made] = Automatic()
+        plan, bank = self.narrow(), Bank(None, 2, True)
+        plans.widen(1, plan, bank, self.Made)
+        assert plans.find(1) is None
+        assert not bank.outgrown
