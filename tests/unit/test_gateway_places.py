@@ -128,3 +128,41 @@ async def test_whatever_comes_every_place_is_used_and_given_back() -> None:
     everybody = [Asker(places, count, party) for party in range(1, count + 1)]
     await settle()
     assert all(each.inside for each in everybody)
+
+
+@on_a_loop
+async def test_steps_of_sequences_go_on_in_their_order_whatever_happens_in_one_turn_of_the_loop() -> None:
+    rng = random.Random(7)
+    places, gone_on, tasks = Places(), list[int](), list[asyncio.Task[None]]()
+
+    async def step(number: int) -> None:
+        await places.enter(5, 0, 0)
+        gone_on.append(number)
+
+    inside = 0
+    for number in range(2000):
+        tasks.append(asyncio.ensure_future(step(number)))
+        if rng.random() < 0.1:
+            tasks[rng.randrange(len(tasks))].cancel()
+        for _ in range(min(rng.randrange(3), len(gone_on) - inside)):
+            places.leave(0)
+            inside += 1
+        if rng.random() < 0.5:
+            await asyncio.sleep(0)
+    await settle()
+    assert gone_on == sorted(gone_on)
+    assert len(gone_on) - inside == 5, "all places are used: none is kept for others"
+
+
+@on_a_loop
+async def test_who_is_let_in_and_leaves_in_the_same_moment_holds_nobody_up() -> None:
+    places = Places()
+    first, second = Asker(places, 1, 1), Asker(places, 1, 1)
+    await settle()
+    places.leave(1)
+    third = Asker(places, 1, 2)
+    second.task.cancel()
+    await settle()
+    assert first.inside
+    assert second.task.cancelled()
+    assert third.inside
