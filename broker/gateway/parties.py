@@ -2,9 +2,10 @@
 
 Used by `broker.gateway.peers`, on its event loop. One is a process of this host with all of its connections, as far as
 the kernel tells: the peer of a Unix or ZeroMQ socket is known by its pid, that of TCP by the inode of its socket, which
-is looked for among the descriptors of the processes (/proc). Until it is found, and where it cannot be seen (in another
-container), a connection counts by itself. Processes of another uid are one together, as are those of another host. It
-decides nothing but the order of requests: what it says may be wrong for a moment.
+is looked for among the descriptors of the processes (/proc) once it asks again. Until it is found all are one together,
+so that a connection for each request gains nothing; where it cannot be seen (in another container), a connection counts
+by itself. Processes of another uid are one together, as are those of another host. It decides nothing but the order of
+requests: what it says may be wrong for a moment.
 """
 
 from __future__ import annotations
@@ -23,20 +24,22 @@ MOST: Final = 0xFFFF  # a number has 16 bits; 0 is nobody
 AGAIN_S: Final = 1.0  # the same address may be another's by then
 PAUSE: Final = 20  # looks at /proc take a twentieth of the time of one thread at most
 LOOKS: Final = 2  # for one socket
+UNKNOWN: Final = "unknown"  # the party of those that have not been found yet
 Search = Callable[[Set[int], Iterable[int]], dict[int, int]]
 
 
 @final
 class _Connection:
-    """`inode` 0: not a socket of this host. `looks` that may still find its process."""
+    """`inode` 0: not a socket of this host. `looks` that may still find its process. `stays`: it has asked again."""
 
-    __slots__ = ("inode", "looked_at", "looks", "number")
+    __slots__ = ("inode", "looked_at", "looks", "party", "stays")
 
-    def __init__(self, inode: int, number: int, looks: int, now: float) -> None:
+    def __init__(self, inode: int, party: Hashable, looks: int, now: float) -> None:
         self.inode = inode
-        self.number = number
+        self.party = party
         self.looks = looks
         self.looked_at = now
+        self.stays = False
 
 
 @final
@@ -53,7 +56,7 @@ class Parties:
         self._connections: OrderedDict[tuple[Endpoint, Endpoint], _Connection] = OrderedDict()
         self._numbers: OrderedDict[Hashable, int] = OrderedDict()
         self._latest = 0
-        self._searching = False
+        self._searching: asyncio.Task[None] | None = None
         self._rests_until = 0.0
 
     def number(self, party: Hashable) -> int:
@@ -76,12 +79,14 @@ class Parties:
         """Of the party at the other end of a connection."""
         now = self._clock()
         known = self._connections.get((peer, local))
+        if known is not None:
+            known.stays = True
         if known is None or now - known.looked_at >= AGAIN_S:
             known = self._look(peer, local, known, now)
-        if known.looks and len(self._connections) > 1 and not self._searching and now >= self._rests_until:
-            self._searching = True
-            asyncio.get_running_loop().create_task(self._find())
-        return known.number
+        worth_it = known.looks and known.stays and len(self._connections) > 1
+        if worth_it and self._searching is None and now >= self._rests_until:
+            self._searching = asyncio.get_running_loop().create_task(self._find())
+        return self.number(known.party)
 
     def _look(self, peer: Endpoint, local: Endpoint, known: _Connection | None, now: float) -> _Connection:
         """Ask the kernel, in 6 µs, whose the socket is now."""
@@ -91,11 +96,11 @@ class Parties:
             self._connections.move_to_end((peer, local))
             return known
         if not inode:
-            known = _Connection(0, self.number(("host", peer[0])), 0, now)
+            known = _Connection(0, ("host", peer[0]), 0, now)
         elif uid != self._uid and self._uid:
-            known = _Connection(inode, self.number(("uid", uid)), 0, now)
+            known = _Connection(inode, ("uid", uid), 0, now)
         else:
-            known = _Connection(inode, self.number(("socket", inode)), LOOKS, now)
+            known = _Connection(inode, UNKNOWN, LOOKS, now)
         self._connections[peer, local] = known
         self._connections.move_to_end((peer, local))
         if len(self._connections) > KEPT:
@@ -103,20 +108,23 @@ class Parties:
         return known
 
     async def _find(self) -> None:
-        """Look for the processes of all sockets of which they are not known."""
-        wanted = {known.inode: known for known in self._connections.values() if known.looks}
+        """Look for the processes of all sockets that are worth it and of which they are not known."""
+        wanted = {known.inode: known for known in self._connections.values() if known.looks and known.stays}
         pids = [party[1] for party in reversed(self._numbers) if isinstance(party, tuple) and party[0] == "pid"]
         began = self._clock()
         try:
             found = await asyncio.to_thread(self._search, frozenset(wanted), pids)
+        except OSError:  # there is no descriptor left to read /proc with
+            found = {}
         finally:
-            self._searching = False
+            self._searching = None
             self._rests_until = self._clock() + PAUSE * (self._clock() - began)
         for inode, known in wanted.items():
             known.looks -= 1
             if inode in found:
-                known.looks = 0
-                known.number = self.of_pid(found[inode])
+                known.looks, known.party = 0, ("pid", found[inode])
+            elif not known.looks:
+                known.party = ("socket", inode)
 
 
 def processes_of(inodes: Set[int], first: Iterable[int] = ()) -> dict[int, int]:

@@ -57,18 +57,23 @@ async def found(parties: Parties) -> None:
     await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
 
 
+async def asked(parties: Parties, *ports: int) -> list[int]:
+    """The parties of these connections, which ask twice each, with the look that this is worth."""
+    for _ in range(2):
+        for port in ports:
+            parties.of_tcp(peer(port), LOCAL)
+    await found(parties)
+    return [parties.of_tcp(peer(port), LOCAL) for port in ports]
+
+
 @on_a_loop
 async def test_the_connections_of_a_process_become_one_party() -> None:
     host = Host()
     host.sockets = {port: (os.geteuid(), port * 10) for port in (1, 2, 3)}
     host.pids = {10: 7, 20: 7, 30: 8}
     parties = host.parties()
-    assert parties.of_tcp(peer(1), LOCAL) != parties.of_tcp(peer(2), LOCAL), "not known yet"
-    parties.of_tcp(peer(3), LOCAL)
-    await found(parties)
-    parties.of_tcp(peer(3), LOCAL)
-    await found(parties)
-    one, two, three = (parties.of_tcp(peer(port), LOCAL) for port in (1, 2, 3))
+    await asked(parties, 1, 2)
+    one, two, three = await asked(parties, 1, 2, 3)
     assert one == two == parties.of_pid(7)
     assert three == parties.of_pid(8) != one
     assert host.asked == 3, "the kernel is asked once in a while, not for every request"
@@ -93,8 +98,49 @@ async def test_what_cannot_be_seen_counts_by_itself_and_is_not_looked_for_for_ev
     host.sockets = {port: (os.geteuid(), port * 10) for port in (1, 2)}
     parties = host.parties()
     for _ in range(10):
-        numbers = [parties.of_tcp(peer(port), LOCAL) for port in (1, 2)]
-        await found(parties)
+        numbers = await asked(parties, 1, 2)
+    assert len(set(numbers)) == 2
+    assert len(host.searches) == LOOKS
+
+
+@on_a_loop
+async def test_a_connection_for_each_request_gains_nothing_and_costs_no_look() -> None:
+    host = Host()
+    parties = host.parties()
+    for port in range(1, 2 * KEPT):
+        host.sockets[port] = (os.geteuid(), port)
+    numbers = {parties.of_tcp(peer(port), LOCAL) for port in range(1, 2 * KEPT)}
+    await found(parties)
+    assert len(numbers) == 1
+    assert not host.searches
+    assert parties.of_pid(7) not in numbers
+
+
+@on_a_loop
+async def test_a_party_keeps_its_number_while_its_connections_ask() -> None:
+    host = Host()
+    host.sockets = {port: (os.geteuid(), port * 10) for port in (1, 2, 3)}
+    host.pids = {10: 7, 20: 8, 30: 7}
+    parties = host.parties()
+    (one, _) = await asked(parties, 1, 2)
+    for pid in range(100, 100 + 2 * KEPT):
+        parties.of_pid(pid)
+        parties.of_tcp(peer(1), LOCAL)
+    assert (await asked(parties, 1, 3)) == [one, one]
+
+
+@on_a_loop
+async def test_a_look_without_a_free_descriptor_is_one_in_vain() -> None:
+    host = Host()
+    host.sockets = {port: (os.geteuid(), port * 10) for port in (1, 2)}
+
+    def search(inodes: Set[int], first: Iterable[int]) -> dict[int, int]:
+        host.searches.append((inodes, list(first)))
+        raise OSError(24, "Too many open files")
+
+    parties = Parties(host, search, lambda: host.now)  # type: ignore[arg-type]
+    for _ in range(10):
+        numbers = await asked(parties, 1, 2)
     assert len(set(numbers)) == 2
     assert len(host.searches) == LOOKS
 
@@ -106,12 +152,10 @@ async def test_looks_rest_as_long_as_they_cost() -> None:
     parties = host.parties()
     for port in range(1, 50):
         host.sockets[port] = (os.geteuid(), port)
-        parties.of_tcp(peer(port), LOCAL)
-        await found(parties)
+        await asked(parties, port)
     assert len(host.searches) == 1
     host.now += 20 * host.takes_s
-    parties.of_tcp(peer(49), LOCAL)
-    await found(parties)
+    await asked(parties, 49)
     assert len(host.searches) == 2
 
 
@@ -121,14 +165,11 @@ async def test_an_address_that_another_process_has_now() -> None:
     host.sockets = {1: (os.geteuid(), 10), 2: (os.geteuid(), 20)}
     host.pids = {10: 7, 20: 8}
     parties = host.parties()
-    for _ in range(3):
-        numbers = [parties.of_tcp(peer(port), LOCAL) for port in (1, 2)]
-        await found(parties)
+    numbers = await asked(parties, 1, 2)
+    assert numbers[0] != numbers[1]
     host.sockets[1] = host.sockets[2]
     host.now += AGAIN_S
-    parties.of_tcp(peer(1), LOCAL)
-    await found(parties)
-    assert parties.of_tcp(peer(1), LOCAL) == numbers[1]
+    assert (await asked(parties, 1)) == numbers[1:]
 
 
 @on_a_loop
