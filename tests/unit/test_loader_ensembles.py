@@ -57,6 +57,14 @@ def test_an_ensemble_is_read(tmp_path, how):
             ensemble(FIRST, FIRST, SECOND),
             "ensemble tensor 't' can appear in an output map only once for ensemble 'm' step 1",
         ),
+        (
+            ensemble(FIRST, SECOND.replace("}", '} input_map { key: "x" value: "in" }', 1)),
+            "input 'x' in model 'b' is mapped to multiple ensemble tensors for ensemble 'm' step 1",
+        ),
+        (
+            ensemble(FIRST.replace("{ key", '[ { key: "x" value: "t" }, { key', 1).replace("} output", "} ] output")),
+            "input 'x' in model 'a' is mapped to multiple ensemble tensors for ensemble 'm' step 0",
+        ),
         (ensemble(SECOND), "ensemble input 'in' for ensemble m' is not used"),
         (ensemble(FIRST), "ensemble output 'out' for ensemble m' is not used"),
         (

@@ -35,7 +35,7 @@ from broker.repository.loader.parameters import check_parameters
 from broker.repository.loader.pbtxt import MAX_CONFIG, Parsed
 from broker.repository.loader.repair import parse_all
 from broker.repository.loader.validate import MAX_BATCH, setting_rules, tensor_rules
-from broker.repository.loader.validate_ensemble import validate_ensemble
+from broker.repository.loader.validate_ensemble import check_mapped_once, validate_ensemble
 from broker.repository.protocol import LoadRequest
 from broker.repository.scan import ModelDirectory
 
@@ -71,7 +71,8 @@ class _Search:
     def run(self) -> None:
         """Fills `errors`."""
         path = config_path(self._model, self._request.config_name)
-        parsed, self.errors = parse_all(read_file(path, MAX_CONFIG, "1 MiB"), path)
+        data = read_file(path, MAX_CONFIG, "1 MiB")
+        parsed, self.errors = parse_all(data, path)
         if parsed is None:
             return  # what was meant is not known, so anything else may follow from that
         config = parsed.config
@@ -88,7 +89,8 @@ class _Search:
             self.errors.append(ModelError(none_served, "version_policy"))
         elif config.backend == "onnxruntime":
             version = self._version(config, parsed, *newest_first[0])
-        if config.platform == ENSEMBLE:
+        text = data.decode("utf-8-sig", "replace")
+        if config.platform == ENSEMBLE and self._tried(partial(check_mapped_once, config, text)):
             self._tried(partial(validate_ensemble, config))
         self._tried(partial(check_directory_name, config, self._model))
         normalise(config, self._request.gpus, on_cpu=config.backend in self._request.on_cpu)

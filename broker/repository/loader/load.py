@@ -39,7 +39,7 @@ from broker.repository.loader.padding import with_padding
 from broker.repository.loader.parameters import check_parameters
 from broker.repository.loader.support import ignored, ignored_files
 from broker.repository.loader.validate import validate
-from broker.repository.loader.validate_ensemble import validate_ensemble
+from broker.repository.loader.validate_ensemble import check_mapped_once, validate_ensemble
 from broker.repository.loader.where import located
 from broker.repository.loader.zero_copy import Verdict, policy
 from broker.repository.protocol import LoadRequest
@@ -226,11 +226,12 @@ def _read_older(
 
 
 def _read_config(model: ModelDirectory, request: LoadRequest, origins: Origins) -> pbtxt.Parsed:
-    path, origin = config_path(model, request.config_name), FILE
+    path, origin, data = config_path(model, request.config_name), FILE, b""
     if model.name in request.overrides:
         parsed, origin = pbtxt.parse_override(request.overrides[model.name]), OVERRIDE
     elif os.path.lexists(path):
-        parsed = pbtxt.parse(read_file(path, pbtxt.MAX_CONFIG, "1 MiB"), path)
+        data = read_file(path, pbtxt.MAX_CONFIG, "1 MiB")
+        parsed = pbtxt.parse(data, path)
     elif request.strict:
         raise ModelError(f"{path}: does not exist, and auto-completion is disabled (--disable-auto-complete-config)")
     else:
@@ -241,6 +242,7 @@ def _read_config(model: ModelDirectory, request: LoadRequest, origins: Origins) 
         origins.state("max_batch_size", origin)
     config.name = config.name or model.name
     origins.mark(config, DEFAULT)
+    check_mapped_once(config, data.decode("utf-8-sig"))
     return parsed
 
 

@@ -5,12 +5,14 @@ Called by `load`. Whether the member models exist and their tensors fit is check
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from difflib import get_close_matches
 
 from tritonclient.grpc import model_config_pb2
 
 from broker.repository.loader.failure import ModelError
+from broker.repository.pbtxt_lines import fields
 
 MAX_STEPS = 256
 _REMOVE = "\n    fix: remove it"
@@ -39,6 +41,22 @@ def validate_ensemble(config: model_config_pb2.ModelConfig) -> None:
                 f"model_version {step.model_version} in step {index} of ensemble '{name}' must be -1 or > 0"
             )
     _validate_flow(config)
+
+
+def check_mapped_once(config: model_config_pb2.ModelConfig, text: str) -> None:
+    """Raise ModelError for an input of a member that `text`, which says `config`, gives two tensors: once it is parsed
+    only the last one is left, and what is missing then misleads.
+    """
+    if not config.ensemble_scheduling.step:
+        return
+    stated = [each for each in fields(text) if ".input_map[" in each.path and each.path.endswith(".key[0]")]
+    for index, step in enumerate(config.ensemble_scheduling.step):
+        entries = f"ensemble_scheduling[0].step[{index}].input_map["
+        keys = Counter(each.value for each in stated if each.path.startswith(entries))
+        for key, times in keys.items():
+            if times > 1:
+                text_start = f"input '{key}' in model '{step.model_name}' is mapped to multiple ensemble tensors"
+                raise _in_step(f"{text_start} for ensemble '{config.name}' step {index}", index, "input_map", key)
 
 
 def _validate_flow(config: model_config_pb2.ModelConfig) -> None:
