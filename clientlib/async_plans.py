@@ -269,7 +269,7 @@ class AsyncPlan(StaysHere):
         if not bound.layout.responses:
             return AsyncSingle(await self._start(deadline_ns, input_slot, None, options, values, ran))
         if self.gpus:
-            await over(cuda_order.Wait(self.gpus, None), deadline_ns)
+            await over(cuda_order.Wait(self.gpus, None, False), deadline_ns)
         if (needed := bound.layout.outgrown) is not None:
             bound.layout.outgrown = None
             with contextlib.suppress(InferError):  # without more room responses go on coming in parts

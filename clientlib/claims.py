@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from clientlib.arena import Bank, Lease
 from clientlib.channels import Lane, wake
 from clientlib.failures import Crowded
+from clientlib.interrupted import is_below
 from clientlib.link import Bound
 from clientlib.overlap import Live, in_use
 from clientlib.waiting import Waiting
@@ -45,7 +46,8 @@ def _try_claim(bound: Bound[Lane], request: Waiting) -> tuple[str, object]:
 def take_place(bound: Bound[Lane], bank: Bank, deadline_ns: int, *, stays: bool = False) -> Lease:
     """A place of the client's own; waits until the deadline, without one while requests have the places.
 
-    What arrays hold may never come back, nor what streams hold that this thread reads: then it waits for a second.
+    What arrays hold may never come back, nor what streams hold that this thread reads, nor requests that it looks after
+    in what it has interrupted: then it waits for a second.
     Raises Crowded where another plan has more places, or should have them, unless the request `stays`.
     """
     if not stays and bank.crowd():
@@ -58,7 +60,7 @@ def take_place(bound: Bound[Lane], bank: Bank, deadline_ns: int, *, stays: bool 
         while True:
             # Requests that nobody waits for give their places back only when somebody looks.
             look_at(bound.live)
-            ends = bool(bound.live) and not (deadline_ns or bound.layout.responses)
+            ends = not (deadline_ns or bound.layout.responses) and _will_end(bound.live)
             if lock.acquire(timeout=LOOK_AGAIN_S if ends else max(0.0, min(until - _now(), LOOK_AGAIN_S))):
                 break
             if bank.outgrown and not stays:
@@ -121,5 +123,14 @@ def submit_when_free(
 
 def look_at(live: Mapping[int, Live]) -> None:
     """Settle those of a plan's requests that have ended without anybody having looked."""
-    for lane in {pending.lane for pending in tuple(live.values()) if isinstance(pending, Waiting)}:
+    for lane in _lanes(live):
         lane.look()
+
+
+def _will_end(live: Mapping[int, Live]) -> bool:
+    """Is there a request whose end can be seen while this thread waits?"""
+    return any(not is_below(lane) for lane in _lanes(live))
+
+
+def _lanes(live: Mapping[int, Live]) -> set[Lane]:
+    return {pending.lane for pending in tuple(live.values()) if isinstance(pending, Waiting)}

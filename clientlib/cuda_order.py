@@ -35,7 +35,7 @@ from shm import messages
 from shm.cuda import sync
 from shm.cuda.descriptor import CudaEvents
 from shm.cuda.driver import Context, find_device
-from shm.cuda.marks import Mark, mark_now
+from shm.cuda.marks import Mark, mark_now, of_another
 from shm.errors import Code, ConnectionLost, InferError
 
 Order = Literal["event", "synchronize"]
@@ -61,13 +61,11 @@ def stream_address(stream: object) -> int:
     protocol = getattr(stream, "__cuda_stream__", None)  # NVIDIA's own: (version, address)
     try:
         if callable(protocol):
-            return operator.index(protocol()[1])
+            return _address(operator.index(protocol()[1]))
         for name in ("cuda_stream", "ptr", "handle"):
             if (found := getattr(stream, name, None)) is not None:
-                return int(getattr(found, "value", found))  # numba has a ctypes pointer
-        address = operator.index(stream)  # type: ignore[arg-type]
-        if address >= 0:
-            return address
+                return _address(int(getattr(found, "value", found)))  # numba has a ctypes pointer
+        return _address(operator.index(stream))  # type: ignore[arg-type]
     except (TypeError, ValueError, IndexError):
         pass
     raise InferError(
@@ -75,6 +73,13 @@ def stream_address(stream: object) -> int:
         f"after= takes a stream of torch, cupy, numba or cuda.core, its address, or None for nothing to wait for; got "
         f"{shown(stream)}",
     )
+
+
+def _address(number: int) -> int:
+    """Raises ValueError for what is no address."""
+    if not 0 <= number < 1 << 64:
+        raise ValueError(number)
+    return number
 
 
 # --- what one call says --------------------------------------------------------------------------------------------
@@ -141,6 +146,7 @@ class Wait(NamedTuple):
 
     gpus: tuple[str, ...]
     stream: int | None
+    choice: bool = True  # may the caller wait for something else?
 
     def now(self, deadline_ns: int = 0) -> None:
         """Raises CudaError for what went wrong on the GPU meanwhile, InferError UNAVAILABLE at the deadline (0: none).
@@ -164,29 +170,34 @@ class Wait(NamedTuple):
                 if sync.is_done(self.stream):
                     return None
         moment, until = Moment(self), time.monotonic_ns() + LOOK_NS
-        while not moment.is_past():
-            if time.monotonic_ns() >= until:
-                return moment
+        try:
+            while not moment.is_past():
+                if time.monotonic_ns() >= until:
+                    return moment
+        except BaseException:
+            moment.drop()
+            raise
         return None
 
 
 @final
 class Moment:
-    """What GPUs had to do when this was made, and have not done yet. For one thread at a time."""
+    """What GPUs had to do when this was made, and have not done yet. For one thread at a time; ends with `drop`."""
 
-    __slots__ = ("_wait", "left")
+    __slots__ = ("_began", "_wait", "left")
 
     def __init__(self, wait: Wait) -> None:
         self._wait = wait
+        self._began = time.monotonic_ns()
         self.left: deque[tuple[str, Mark]] = deque()  # by GPU
-        for gpu in wait.gpus:
-            ordinal = ordinal_of(gpu)
-            with Context(ordinal):
-                mark = mark_now(ordinal, wait.stream)
-                if mark.is_past():
-                    mark.drop()
-                else:
-                    self.left.append((gpu, mark))
+        try:
+            for gpu in wait.gpus:
+                ordinal = ordinal_of(gpu)
+                with Context(ordinal):
+                    self.left.append((gpu, mark_now(ordinal, wait.stream)))
+        except BaseException:
+            self.drop()
+            raise
 
     def is_past(self) -> bool:
         """Without waiting. Raises CudaError."""
@@ -199,32 +210,37 @@ class Moment:
             mark.drop()
         return True
 
+    def pause_s(self, deadline_ns: int) -> float:
+        """How long to wait before the next look; 0: it is past. Raises CudaError, and InferError UNAVAILABLE at the
+        deadline (0: none).
+        """
+        if self.is_past():
+            return 0.0
+        now = time.monotonic_ns()
+        if deadline_ns and now >= deadline_ns:
+            raise self._too_late()
+        pause_ns = min(max((now - self._began) // 8, SHORTEST_PAUSE_NS), LONGEST_PAUSE_NS)
+        return 1e-9 * (min(pause_ns, deadline_ns - now) if deadline_ns else pause_ns)
+
     def wait(self, deadline_ns: int) -> None:
-        """Until it is past. Raises CudaError, and InferError UNAVAILABLE at the deadline (0: none)."""
-        began = time.monotonic_ns()
+        """Until it is past. Raises as `pause_s`."""
         try:
-            while not self.is_past():
-                now = time.monotonic_ns()
-                if not deadline_ns:
-                    gpu, mark = self.left[0]
-                    with Context(ordinal_of(gpu)):
-                        mark.wait()
-                elif now >= deadline_ns:
-                    raise self._too_late()
-                else:
-                    pause_ns = min(max((now - began) // 8, SHORTEST_PAUSE_NS), LONGEST_PAUSE_NS)
-                    time.sleep(1e-9 * min(pause_ns, deadline_ns - now))
+            while pause_s := self.pause_s(deadline_ns):
+                time.sleep(pause_s)
         finally:
-            for _, mark in self.left:
-                mark.drop()
+            self.drop()
+
+    def drop(self) -> None:
+        """Nobody asks any more."""
+        while self.left:
+            self.left.popleft()[1].drop()
 
     def _too_late(self) -> InferError:
         stream = self._wait.stream
-        whose, remedy = (
-            ("this process", "plan.after(stream) waits for the work of one stream alone, plan.after(None) for none")
-            if stream is None
-            else (f"stream {stream:#x}", "give the request a longer timeout, or the stream less to do before it")
-        )
+        whose = "this process" if stream is None else f"stream {stream:#x}"
+        remedy = "give the request a longer timeout, or the GPU less to do before it"
+        if stream is None and self._wait.choice:
+            remedy = "plan.after(stream) waits for the work of one stream alone, plan.after(None) for none"
         return InferError(
             Code.UNAVAILABLE,
             f"timeout expired while waiting for work of {whose} on {self.left[0][0]}, which comes before the "
@@ -302,8 +318,12 @@ class Ring:
                     self._sent.append((index, lasts))
                 else:
                     self.events.give(index)
-        with Context(ordinal_of(self.device)):
-            return self.events.record(stream)
+        ordinal = ordinal_of(self.device)
+        with Context(ordinal):
+            try:
+                return self.events.record(stream)
+            except InferError as error:
+                raise of_another(error, stream, ordinal) from None
 
     def sent(self, index: int, lasts: Callable[[], bool]) -> None:
         """Event `index` is a request's for as long as that `lasts`."""

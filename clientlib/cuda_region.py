@@ -99,12 +99,13 @@ def register(regions: dict[str, MappedRegion], name: str, exported: Exported) ->
 class CudaArray:
     """An array on a GPU for whoever knows `__cuda_array_interface__`; keeps its memory alive."""
 
-    __slots__ = ("__cuda_array_interface__", "_keep")
+    __slots__ = ("__cuda_array_interface__", "_keep", "dtype", "shape")
 
     def __init__(
         self, pointer: int, shape: tuple[int, ...], dtype: np.dtype[Any], writable: bool, keep: object
     ) -> None:
         self._keep = keep
+        self.dtype, self.shape = dtype, shape
         self.__cuda_array_interface__ = {
             "shape": shape,
             "typestr": dtype.str,

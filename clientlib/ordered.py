@@ -125,7 +125,7 @@ async def in_order_async(
     deadline_ns: int,
     bind: Callable[[], Awaitable[Bound[AsyncLane]]],
 ) -> tuple[Bound[AsyncLane], int]:
-    """The same. What takes time is waited for on another thread."""
+    """The same. The loop goes on meanwhile."""
     said = said_of(plan)
     ring = ring_for(said, plan.gpus, client.native.orders)
     if ring is not None and not bound.events:
@@ -138,6 +138,15 @@ async def in_order_async(
 
 
 async def over(wait: Wait, deadline_ns: int) -> None:
-    """As `Wait.now`, without holding up the event loop."""
-    if (moment := wait.begin()) is not None:
-        await asyncio.to_thread(moment.wait, deadline_ns)
+    """As `Wait.now`, without holding up the event loop.
+
+    The loop looks again and again: on other threads, of which there are few, such a wait would stand in line behind
+    those of others and of the application, deaf to its deadline and to being cancelled.
+    """
+    if (moment := wait.begin()) is None:
+        return
+    try:
+        while pause_s := moment.pause_s(deadline_ns):  # noqa: ASYNC110 (no call of the driver wakes a loop)
+            await asyncio.sleep(pause_s)
+    finally:
+        moment.drop()

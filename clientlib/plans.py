@@ -171,7 +171,7 @@ class Plan(StaysHere):
         if not bound.layout.responses:
             return Single(self._start(deadline_ns, input_slot, None, *options, values, ran, True))
         if self.gpus:
-            cuda_order.Wait(self.gpus, None).now(deadline_ns)
+            cuda_order.Wait(self.gpus, None, False).now(deadline_ns)
         if (needed := bound.layout.outgrown) is not None:
             bound.layout.outgrown = None
             with contextlib.suppress(InferError):  # without more room responses go on coming in parts

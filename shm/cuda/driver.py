@@ -28,6 +28,7 @@ OLDEST: Final = (
     12000  # as cuDriverGetVersion counts: the first with every function that is called here (but one, see `marks`)
 )
 NO_DEVICE, NOT_INITIALIZED, OUT_OF_MEMORY, NOT_SUPPORTED, ALREADY_MAPPED = 100, 3, 2, 801, 208
+INVALID_HANDLE = 400
 NOT_READY = 600  # of cuEventQuery and cuStreamQuery: no failure
 # CUresult of drivers that do not fit their kernel module, their device or this program (cuda.h):
 # STUB_LIBRARY, CALL_REQUIRES_NEWER_DRIVER, SYSTEM_DRIVER_MISMATCH, COMPAT_NOT_SUPPORTED_ON_DEVICE.

@@ -2,7 +2,6 @@
 
     mark = mark_now(ordinal, stream)     the stream's work, or all of the context's; in that context
     mark.is_past()                       in the same context, as often as one likes
-    mark.wait()                          likewise, by whatever thread: returns when it is
     mark.drop()
 
 `cuStreamQuery` alone would not do: another thread may give the stream more to do all the time. Work of a whole context
@@ -16,7 +15,7 @@ from __future__ import annotations
 import threading
 from typing import Any, Final, Protocol, final
 
-from shm.cuda.driver import NOT_READY, Context, CudaError, call, primary
+from shm.cuda.driver import INVALID_HANDLE, NOT_READY, Context, CudaError, call, primary
 from shm.errors import Code, InferError, fresh
 
 LET_S: Final = 5e-5  # for the thread that waits: whoever looks at once again would keep the interpreter from it
@@ -28,9 +27,6 @@ class Mark(Protocol):
 
     def is_past(self) -> bool:
         """Is all done that there was to do? Raises CudaError for what went wrong."""
-
-    def wait(self) -> None:
-        """Until all is done; other threads of Python run meanwhile. Raises CudaError."""
 
     def drop(self) -> None:
         """It is not asked again."""
@@ -46,10 +42,24 @@ def mark_now(ordinal: int, stream: int | None) -> Mark:
             call("cuCtxRecordEvent", primary(ordinal), event.event)
     except InferError as error:
         event.drop()
-        if stream is not None or error.code != Code.UNSUPPORTED.name:
+        if stream is not None:
+            raise of_another(error, stream, ordinal) from None
+        if error.code != Code.UNSUPPORTED.name:
             raise
         return _Drained.soon(ordinal)  # drivers before CUDA 12.5 have no such function
     return event
+
+
+def of_another(error: InferError, stream: int, ordinal: int) -> InferError:
+    """What is told of `stream`, where no event of GPU `ordinal` could be recorded."""
+    if not isinstance(error, CudaError) or error.number != INVALID_HANDLE:
+        return error
+    return InferError(
+        Code.INVALID_ARG,
+        f"stream {stream:#x} is none of GPU {ordinal}, where the plan's memory lies, or has been destroyed: events are "
+        'recorded on streams of the same GPU; plan.after(None) after synchronizing that stream, or order="synchronize" '
+        "without a timeout, waits for any",
+    )
 
 
 _spare: dict[int, list[Any]] = {}  # events for further marks, by GPU; a client makes as many as it has waits at a time
@@ -74,9 +84,6 @@ class _Event:
                 raise
             return False
         return True
-
-    def wait(self) -> None:
-        call("cuEventSynchronize", self.event)
 
     def drop(self) -> None:
         self._spare.append(self.event)  # recorded anew, it says nothing of before
@@ -107,10 +114,6 @@ class _Drained:
             else:
                 known.append(mark)
         return mark
-
-    def wait(self) -> None:
-        self._settled.wait()
-        self.is_past()
 
     def is_past(self) -> bool:
         past = self._settled.wait(LET_S)

@@ -129,7 +129,7 @@ def test_model_control_fails_no_request(tmp_path: Path) -> None:
 
 def test_two_states_are_measured_side_by_side(tmp_path: Path) -> None:
     _, tables = run("before", tmp_path, str(ROOT), plots=False)
-    assert len(tables["before"]) == 5
+    assert len(tables["before"]) == 7
     assert all(medians["before"] > 0 and medians["now"] > 0 for medians in tables["before"].values())
 
 

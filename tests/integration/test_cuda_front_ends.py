@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.doubles import tensorrt as double
 from tests.fakes import models, streaming_backend
@@ -346,15 +348,24 @@ def test_unregister_is_answered_when_no_request_uses_the_memory(
     assert application.call("get", "g", 260)[256:] == [WAIT + 1, 3, 4, 5], "written before the memory was let go"
 
 
-def test_what_gpu_memory_cannot_be_used_for(application: Child, zmq: HandZmqClient) -> None:
-    handle = application.call("create", "g", SIZE, 0)
-    zmq.ask("register_cuda", name="g", handle=handle, device=0, byte_size=SIZE)
-    act = {"name": "ACT", "datatype": "INT32", "shape": [5], "data": struct.pack("<5i", 1, 4, 0, -1, -1)}
-    reply = zmq.ask("infer", model="many", inputs=[act], outputs=[tensor("Y", APART)])
-    assert (reply["type"], reply["code"]) == ("error", "UNSUPPORTED"), reply
+def test_what_gpu_memory_cannot_be_used_for(broker: Gateway, application: Child) -> None:
+    region = {"name": "g", "raw_handle": application.call("create", "g", SIZE, 0), "device_id": 0, "byte_size": SIZE}
+    act = struct.pack("<5i", 1, 4, 0, -1, -1)
+    request = service_pb2.ModelInferRequest(model_name="many", raw_input_contents=[act])
+    request.inputs.add(name="ACT", datatype="INT32", shape=[5])
+    output = request.outputs.add(name="Y")
+    output.parameters["shared_memory_region"].string_param = "g"
+    output.parameters["shared_memory_byte_size"].int64_param = 16
+    with grpc.insecure_channel(f"127.0.0.1:{broker.ports['grpc']}") as wire:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(wire)
+        stub.CudaSharedMemoryRegister(service_pb2.CudaSharedMemoryRegisterRequest(**region))
+        try:
+            (reply,) = stub.ModelStreamInfer(iter([request]))
+        finally:
+            stub.CudaSharedMemoryUnregister(service_pb2.CudaSharedMemoryUnregisterRequest(name="g"))
     expected = "output 'Y' of decoupled model 'many' cannot be written to CUDA shared memory region 'g'"
-    assert expected in reply["message"]
-    assert reply["message"].endswith("use system shared memory, or none, and copy each response to the GPU")
+    assert expected in reply.error_message
+    assert reply.error_message.endswith("use system shared memory, or none, and copy each response to the GPU")
 
 
 def test_ensembles_over_workers_use_gpu_memory(application: Child, zmq: HandZmqClient) -> None:

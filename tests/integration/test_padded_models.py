@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -163,13 +164,14 @@ def test_clients_of_triton(broker: Gateway) -> None:
 def test_what_waits_has_so_many_bytes_at_most(broker: Gateway) -> None:
     x = np.ones((1, 100), np.float32)
     go = Path(broker.directory).parent / "models" / "slow" / "go"
-    with clientlib.connect(broker.directory) as client:
-        answers: list[Any] = []
+    with contextlib.ExitStack() as stack:  # of clients that have as much in the queue as each other
+        clients = [stack.enter_context(clientlib.connect(broker.directory)) for _ in range(3)]
+        client, answers = clients[0], list[Any]()
 
-        def ask() -> None:
+        def ask(client: clientlib.Client) -> None:
             answers.append(client.infer("slow", {"x": x}, timeout=30)["y"][0, 0])
 
-        threads = [threading.Thread(target=ask, daemon=True) for _ in range(3)]
+        threads = [threading.Thread(target=ask, args=(each,), daemon=True) for each in clients]
         threads[0].start()
         eventually(lambda: go.with_name("goes").exists())
         for thread in threads[1:]:

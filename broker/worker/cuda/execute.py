@@ -27,6 +27,7 @@ from broker.worker.running import fail
 from shm import datatypes
 from shm.admission import Request
 from shm.cuda.driver import CudaError, devices
+from shm.errors import InferError
 
 OnHost = Callable[[Instance, list[Request], Sequence[Row]], None]
 _now = time.monotonic_ns
@@ -139,8 +140,23 @@ class CudaRunner:
 
     def _copy(self, instance: Instance, request: Request, *, inward: bool) -> int:
         """Copy what the request reads in, or what it has written out; complete. Returns the bytes."""
-        copied = 0
         used: set[Lane] = set()
+        try:
+            copied = self._enqueue(instance, request, used, inward=inward)
+        except Exception:
+            for lane in used:  # what was enqueued before reads and writes the mirrors until then
+                with contextlib.suppress(InferError):
+                    lane.enter()
+                    lane.finish()
+            raise
+        for lane in used:
+            lane.enter()
+            lane.finish()
+        instance.count_copy("transfer", copied)
+        return copied
+
+    def _enqueue(self, instance: Instance, request: Request, used: set[Lane], *, inward: bool) -> int:
+        copied = 0
         for tensor, position, size in _read(request) if inward else _written(request):
             window = tensor.region.gpu
             if window is None or not size:
@@ -155,10 +171,6 @@ class CudaRunner:
             else:
                 lane.copy_in(pointer, memory)
             copied += size
-        for lane in used:
-            lane.enter()
-            lane.finish()
-        instance.count_copy("transfer", copied)
         return copied
 
     def _fail(self, instance: Instance, request: Request, error: Exception, began: int) -> None:
