@@ -19,6 +19,7 @@ import clientlib
 from clientlib import cuda_order
 from shm import messages
 from shm.cuda import driver, sync
+from shm.cuda import marks as cuda_marks
 from tests.fakes.cuda import CudaEnv
 from tests.fakes.cuda_user import APART, User
 
@@ -164,6 +165,39 @@ class Producer(User):
             try:
                 await said.infer(timeout=timeout)
                 return self.read("OUTPUT0")
+            finally:
+                self.open_gate()
+                await client.close()
+
+        return asyncio.run(go())
+
+    def cancel_async(self, url: str, count: int, rounds: int) -> list[Any]:
+        """Per round, behind the gate: `count` waits on an event loop, cancelled together, then one with a deadline; how
+        that ends, that the loop's own threads are free, and how many events there are for further waits.
+        """
+
+        async def go() -> list[Any]:
+            client = await clientlib.connect_async(url)
+            region = await client.alloc_cuda("r", 4 * APART)
+            tensors = [region.tensor((1, 4), "FP32", offset=at * APART) for at in range(3)]
+            plan = await client.prepare("add", {"INPUT0": tensors[0], "INPUT1": tensors[1]}, {"OUTPUT0": tensors[2]})
+            self.regions["async"], self.dims, self.places = region, (1, 4), {"INPUT0": ("async", 0)}
+            told = []
+            try:
+                self.write_late({"INPUT0": 1})
+                for _ in range(rounds):
+                    waits = [asyncio.ensure_future(plan.infer()) for _ in range(count)]
+                    await asyncio.wait(waits, timeout=LATER_S)
+                    for wait in waits:
+                        wait.cancel()
+                    ends = await asyncio.gather(*waits, return_exceptions=True)
+                    assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
+                    try:
+                        await plan.infer(timeout=0.05)
+                        told.append("ran")
+                    except clientlib.InferError as error:
+                        told.append([error.message, await asyncio.to_thread(int), len(cuda_marks._spare[0])])
+                return told
             finally:
                 self.open_gate()
                 await client.close()

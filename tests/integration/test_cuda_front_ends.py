@@ -124,8 +124,7 @@ def opens(broker: Gateway, env: CudaEnv) -> tuple[int, int]:
 
 def steady_opens(broker: Gateway, env: CudaEnv) -> tuple[int, int]:
     """The same once what an earlier client had is closed: nobody waits for that when it is gone."""
-    pid = worker(broker)
-    return steady(lambda: (env.calls(pid).get("cuIpcOpenMemHandle", 0), env.calls(pid).get("cuIpcCloseMemHandle", 0)))
+    return steady(lambda: opens(broker, env))
 
 
 def test_tritons_flow(broker: Gateway, env: CudaEnv, user: Child) -> None:
@@ -350,21 +349,16 @@ def test_unregister_is_answered_when_no_request_uses_the_memory(
 
 def test_what_gpu_memory_cannot_be_used_for(broker: Gateway, application: Child) -> None:
     region = {"name": "g", "raw_handle": application.call("create", "g", SIZE, 0), "device_id": 0, "byte_size": SIZE}
-    act = struct.pack("<5i", 1, 4, 0, -1, -1)
-    request = service_pb2.ModelInferRequest(model_name="many", raw_input_contents=[act])
+    request = service_pb2.ModelInferRequest(model_name="many", raw_input_contents=[struct.pack("<5i", 1, 4, 0, -1, -1)])
     request.inputs.add(name="ACT", datatype="INT32", shape=[5])
-    output = request.outputs.add(name="Y")
-    output.parameters["shared_memory_region"].string_param = "g"
-    output.parameters["shared_memory_byte_size"].int64_param = 16
+    request.outputs.add(name="Y").parameters["shared_memory_region"].string_param = "g"
+    request.outputs[0].parameters["shared_memory_byte_size"].int64_param = 16
     with grpc.insecure_channel(f"127.0.0.1:{broker.ports['grpc']}") as wire:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(wire)
         stub.CudaSharedMemoryRegister(service_pb2.CudaSharedMemoryRegisterRequest(**region))
-        try:
-            (reply,) = stub.ModelStreamInfer(iter([request]))
-        finally:
-            stub.CudaSharedMemoryUnregister(service_pb2.CudaSharedMemoryUnregisterRequest(name="g"))
-    expected = "output 'Y' of decoupled model 'many' cannot be written to CUDA shared memory region 'g'"
-    assert expected in reply.error_message
+        (reply,) = stub.ModelStreamInfer(iter([request]))
+        stub.CudaSharedMemoryUnregister(service_pb2.CudaSharedMemoryUnregisterRequest(name="g"))
+    assert "output 'Y' of decoupled model 'many' cannot be written to CUDA shared memory region" in reply.error_message
     assert reply.error_message.endswith("use system shared memory, or none, and copy each response to the GPU")
 
 

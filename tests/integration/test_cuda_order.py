@@ -143,6 +143,15 @@ def test_nor_does_a_client_on_an_event_loop(broker: Broker, shared: Child, order
         shared.call("run_async", f"ipc://{broker.directory}", order, 0.05, True)
 
 
+def test_waits_on_an_event_loop_that_are_cancelled_leave_nothing(broker: Broker, cuda_sim: CudaEnv) -> None:
+    """More of them than a loop has threads: a deadline is kept behind them, and their events are used again."""
+    with producer(broker, cuda_sim) as child:
+        told = child.call("cancel_async", f"ipc://{broker.directory}", 40, 3)
+        assert [free for _, free, _ in told] == [0, 0, 0]
+        assert all("timeout expired while waiting for work of this process" in text for text, _, _ in told), told
+        assert len({events for _, _, events in told}) == 1
+
+
 @pytest.mark.parametrize("on_loop", [False, True])
 def test_nor_does_a_stream_of_responses(broker: Broker, user: Child, on_loop: bool) -> None:
     url = f"ipc://{broker.directory}"

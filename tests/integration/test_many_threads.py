@@ -161,3 +161,36 @@ def test_a_result_keeps_no_client(broker: Gateway) -> None:
     gc.collect()
     assert known() is None
     assert (y == X + 1).all()
+
+
+@pytest.mark.usefixtures("few_places")
+def test_a_signal_handler_is_told_that_the_requests_it_waits_for_are_those_it_interrupted(
+    broker: Gateway, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have the places, and go on when it returns: without an end it would wait for ever."""
+    monkeypatch.setattr(claims, "FULL_WAIT_S", 0.02)
+    with clientlib.connect(broker.directory) as client:
+        tensor = client.create_region("r", 4096).tensor((1, 4), "FP32")
+        tensor.array()[:] = WAIT
+        plan = client.prepare("gate", {"x": tensor})
+        held = [plan.submit() for _ in range(2)]
+        gate.entered()
+        told: list[str] = []
+
+        def handler(*_: object) -> None:
+            try:
+                plan.infer()
+            except clientlib.InferError as error:
+                told.append(error.message)
+            gate.let(2)
+
+        before = signal.signal(signal.SIGALRM, handler)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            for pending in held:
+                pending.result(timeout=60)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert len(told) == 1
+        assert "all 2 places of this plan are in use" in told[0]

@@ -7,11 +7,15 @@ import ctypes
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from broker.cuda_regions import ring_of
+from clientlib import cuda_order
 from clientlib.cuda_order import Orders, stream_address
+from clientlib.cuda_region import CudaArray
 from clientlib.session import Call
+from shm.cuda import driver, marks
 from shm.cuda.descriptor import MAX_EVENTS, CudaEvents
 from shm.errors import ConnectionLost, InferError
 from shm.messages import Done, RegisterEvents
@@ -101,3 +105,22 @@ def test_the_events_of_a_plan_are_of_the_one_gpu_that_has_its_memory() -> None:
             ring_of(ring, regions)
     with pytest.raises(InferError, match="'p' is a pool region, no ring of events"):
         ring_of(entry(name="p", kind="pool"), [here])
+
+
+def test_a_stream_of_another_gpu_is_told_as_such() -> None:
+    handle = driver.CudaError("cuEventRecord", "CUDA_ERROR_INVALID_HANDLE", driver.INVALID_HANDLE)
+    told = marks.of_another(handle, 0x1234, 1)
+    assert (told.code, told.message[:31]) == ("INVALID_ARG", "stream 0x1234 is none of GPU 1,")
+    other = driver.CudaError("cuEventRecord", "CUDA_ERROR_ILLEGAL_ADDRESS", 700)
+    assert marks.of_another(other, 0x1234, 1) is other
+
+
+@pytest.mark.parametrize("number", [-1, 1 << 64])
+def test_what_is_no_address_is_no_stream(number: int) -> None:
+    with pytest.raises(InferError, match="after= takes a stream"):
+        cuda_order.stream_address(number)
+
+
+def test_results_on_a_gpu_can_be_shown() -> None:
+    array = CudaArray(0x1000, (1, 4), np.dtype("<f4"), True, None)
+    assert (array.dtype, array.shape) == (np.float32, (1, 4))
