@@ -35,7 +35,6 @@ class BoundPlan(Protocol):
     output_positions: int
     rows: int
     owner: int  # whose sequences its requests belong to; 0: those of all clients of the gateways, as in Triton
-    session: int  # whose plan it is
     retryable: bool
     closed: Verdict | None  # why no request is taken any more
     refused_until_ns: int  # CLOCK_MONOTONIC; 0 = not refused
@@ -143,7 +142,7 @@ class Request:
         Only sessions that act for others have plans without an owner; what any other one says here counts for nothing.
         """
         plan = self.plan
-        return 0 if plan is None else plan.owner or -(plan.session << 16 | self.entry[11])
+        return 0 if plan is None else plan.owner or -1 - self.entry[11]
 
     @property
     def queue_timeout(self) -> int:

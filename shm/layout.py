@@ -47,7 +47,7 @@ CANCEL = 1 << 32  # in a RING word: look at the slot's cancel word
 # position · plan index u32 | generation u32 · request id · deadline ns (0 none) · input position · output position ·
 # rows (0 = as prepared) · sequence id · flags · priority · wait event + 1 · caller · cancel = position
 SUBMISSION = struct.Struct("@QQQQHHIQHHHHQ")
-# (caller: for whom a session that acts for several does so, by numbers of its own; 0: itself)
+# (caller: for whom a session that acts for several does so, the same number in all such sessions; 0: itself)
 SEQUENCE_START, SEQUENCE_END = 1, 2  # flags
 SEQUENCE_AGAIN = 8  # a flag: the step has run, its result did not fit; there is more room for it now
 QUEUE_TIMEOUT = 4  # a flag: the deadline is Triton's `timeout`, which counts where the model's queue lets it

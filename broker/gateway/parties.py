@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Set
 from typing import Final, final
@@ -55,16 +56,14 @@ class Parties:
         self._clock = clock
         self._connections: OrderedDict[tuple[Endpoint, Endpoint], _Connection] = OrderedDict()
         self._numbers: OrderedDict[Hashable, int] = OrderedDict()
-        self._latest = 0
         self._searching: asyncio.Task[None] | None = None
         self._rests_until = 0.0
 
     def number(self, party: Hashable) -> int:
-        """Of a party that is known: 1 to MOST, the same as long as it is remembered."""
+        """Of a party that is known: 1 to MOST, the same in all gateways. Two with the same number share turns."""
         number = self._numbers.get(party)
         if number is None:
-            number = self._latest = self._latest % MOST + 1
-            self._numbers[party] = number
+            number = self._numbers[party] = zlib.crc32(repr(party).encode()) % MOST + 1
             if len(self._numbers) > KEPT:
                 self._numbers.popitem(last=False)
         else:

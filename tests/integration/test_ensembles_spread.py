@@ -163,6 +163,41 @@ def test_what_goes_wrong_elsewhere_is_told_with_step_and_model(client):
     assert "step 1: model 'rows' on 'index' = 'where'" in raised.value.message
 
 
+def test_clients_take_turns_at_a_step_elsewhere(broker, client, gate):
+    """What a run for one client has prepared serves those for others, but not with its turns."""
+    count = 8
+
+    def plan_of(asks: clientlib.Client, name: str) -> clientlib.Plan:
+        region = asks.create_region(name, 16 * (count + 2))
+        region.array((1, 4), np.float32)[:] = -1  # the gate holds it
+        places = {"IN": region.tensor((1, 4), "FP32")}, {"OUT": region.tensor((1, 4), "FP32", offset=16)}
+        return asks.prepare("with_slow", *places, slots=(1, count + 1))
+
+    def pass_one() -> None:
+        gate.entered()
+        gate.let()
+
+    plan = plan_of(client, "turns")
+    with clientlib.connect(f"ipc://{broker.directory}") as other:
+        before = [plan.submit(output_slot=at) for at in range(count + 1)]  # so many are prepared now
+        for _ in before:
+            pass_one()
+        for pending in before:
+            pending.result(30)
+        many = [plan.submit(output_slot=at) for at in range(count)]
+        gate.entered()
+        polite = plan_of(other, "turns.polite").submit()
+        eventually(lambda: client.statistics("slow")[0]["pending"] == count, "all the others wait")
+        gate.let()
+        pass_one()
+        polite.result(30)
+        assert sum(pending.done() for pending in many) <= 2, "its turn came after what ran"
+        for _ in range(count - 1):
+            pass_one()
+        for pending in many:
+            pending.result(30)
+
+
 def test_a_cancel_and_a_deadline_while_a_step_waits_elsewhere(client, gate):
     hold, quick = np.full((1, 4), -1, np.float32), rows(1, 1)
     x = client.create_region("cancel.x", 2 * 16)
@@ -326,38 +361,3 @@ def test_only_the_brokers_own_workers_prepare_steps(broker):
     answer = client.ask("PrepareStep", plan=plan, owner=1)
     assert (answer["type"], answer["code"]) == ("Failure", "INVALID_ARG")
     assert answer["message"] == "only the broker's own workers prepare steps of ensembles"
-
-
-def test_clients_take_turns_at_a_step_elsewhere(broker, client, gate):
-    """What a run for one client has prepared serves those for others, but not with its turns."""
-    count = 8
-
-    def plan_of(asks: clientlib.Client, name: str) -> clientlib.Plan:
-        region = asks.create_region(name, 16 * (count + 2))
-        region.array((1, 4), np.float32)[:] = -1  # the gate holds it
-        places = {"IN": region.tensor((1, 4), "FP32")}, {"OUT": region.tensor((1, 4), "FP32", offset=16)}
-        return asks.prepare("with_slow", *places, slots=(1, count + 1))
-
-    def pass_one() -> None:
-        gate.entered()
-        gate.let()
-
-    plan = plan_of(client, "turns")
-    with clientlib.connect(f"ipc://{broker.directory}") as other:
-        before = [plan.submit(output_slot=at) for at in range(count + 1)]  # so many are prepared now
-        for _ in before:
-            pass_one()
-        for pending in before:
-            pending.result(30)
-        many = [plan.submit(output_slot=at) for at in range(count)]
-        gate.entered()
-        polite = plan_of(other, "turns.polite").submit()
-        eventually(lambda: client.statistics("slow")[0]["pending"] == count, "all the others wait")
-        gate.let()
-        pass_one()
-        polite.result(30)
-        assert sum(pending.done() for pending in many) <= 2, "its turn came after what ran"
-        for _ in range(count - 1):
-            pass_one()
-        for pending in many:
-            pending.result(30)

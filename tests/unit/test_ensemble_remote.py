@@ -101,15 +101,17 @@ def test_sequences_of_two_clients_have_plans_of_their_own(bench):
 
 def test_steps_of_sequences_here_are_their_clients_although_another_step_is_elsewhere(bench):
     model = chain(bench, {1})
-    owners = []
+    owners, plans = [], []
     for owner, number in ((7, 5), (8, 5), (7, 0), (8, 0)):
         plan = bench.plan(model, (4, WIDTH), ["OUT"])
         plan.owner = owner
         bench.ask(plan, 0, ones(), rows=1, sequence=(number, SEQUENCE_START if number else 0))
         owners.append({step.plan.owner for step in bench.queue})
+        plans.append({step.plan for step in bench.queue})
         bench.drain()
-    assert owners[:2] == [{7}, {8}]
-    assert owners[2] == owners[3], "what is of no sequence serves any client"
+    assert owners == [{7}, {8}, {7}, {8}]
+    assert plans[2] == plans[3], "what is of no sequence serves any client"
+    assert not plans[0] & plans[1]
 
 
 def test_what_was_prepared_goes_with_the_ensemble(bench):

@@ -245,7 +245,7 @@ class Run(Withdrawable):
             self._ensemble.adopt(plan, member)
             prepared.sources[at] = given
             prepared.chain = None
-        plan.owner, plan.session = self._plan.owner, self._plan.session  # it may be from a run for another client
+        plan.owner = self._plan.owner  # it may be from a run for another client
         head, (sequence_id, flags, priority, _, *rest) = client.entry[:4], client.entry[7:]  # its event happened
         entry = (*head, 0, 0, plan.rows, sequence_id, flags & ~SEQUENCE_AGAIN, priority, 0, *rest)
         request = Request(self, at, entry, plan, _now())
